@@ -23,9 +23,9 @@ from tests.scale import sized
 INJECTED = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="injected")
 PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="injected", retriable=True)
 EOS = (3, 4)
-NUM_WORLDS = sized(100, 1000)
 WINDOWS = ((0,), (0, 5), (9,), (0,), (2,), (0, 5, 5), (0, 9), (0,), (0, 0, 2), (5,), (0,), (0, 17), (9, 2), (17,))
 """Windows of the block tables, by seed."""
+NUM_WORLDS = sized(4, 70) * len(WINDOWS)
 
 
 class World:
@@ -370,12 +370,25 @@ class World:
         raise AssertionError(f"no end after {max_steps} steps")
 
 
+HAPPENED: dict[int, Counter[str]] = {}
+"""What has happened in each world before it came to an end, by seed."""
+
+
+def lived_world(seed: int) -> World:
+    """Return a world that has lived, and keep in HAPPENED what has happened in it."""
+    world = World(seed)
+    world.live_through(120)
+    counters = world.rig.engine.counters
+    own = Counter(preemptions=counters.preemptions, copies=counters.block_copies, cached=counters.cached_tokens)
+    HAPPENED[seed] = world.happened + own
+    return world
+
+
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 10 else []) for seed in range(NUM_WORLDS)]
 )
 def test_every_token_is_correct_and_no_block_leaks(seed: int) -> None:
-    world = World(seed)
-    world.live_through(120)
+    world = lived_world(seed)
     world.come_to_an_end(max_steps=3000)
     world.audit()
     world.assert_right()
@@ -383,14 +396,12 @@ def test_every_token_is_correct_and_no_block_leaks(seed: int) -> None:
 
 
 def test_random_worlds_cover_all_events() -> None:
-    """Without these events the test above would check too little."""
+    """Without these events the test above would check too little. Worlds that it has run are not run again."""
     happened: Counter[str] = Counter()
     for seed in range(15):
-        world = World(seed)
-        world.live_through(120)
-        counters = world.rig.engine.counters
-        happened.update(world.happened)
-        happened.update(preemptions=counters.preemptions, copies=counters.block_copies, cached=counters.cached_tokens)
+        if seed not in HAPPENED:
+            lived_world(seed)
+        happened += HAPPENED[seed]
     seen = {
         "preemptions",
         "copies",
@@ -409,4 +420,4 @@ def test_random_worlds_cover_all_events() -> None:
     seen |= {"steps with a limited chunk", "steps limited by a target", "steps with late requests"}
     seen |= {"steps after freed blocks", "growths"}
     assert all(happened[what] >= 3 for what in seen), happened
-    assert happened["steps"] / 15 * NUM_WORLDS >= 10_000
+    assert happened["steps"] / 15 >= 100

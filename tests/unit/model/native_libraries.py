@@ -1,6 +1,7 @@
 """Builds the C++ kernels for several processors. All tests and runs share the cached builds."""
 
 import platform
+from functools import cache
 from pathlib import Path
 
 from baton.model.kernels.cpu.kernel_build import NATIVE, OPTIONS, build, default_cache
@@ -28,6 +29,7 @@ def processors() -> list[tuple[str, ...]]:
     return found
 
 
+@cache
 def library_for(processor: tuple[str, ...]) -> Path:
     """Return the kernels for one processor.
 

@@ -29,6 +29,7 @@ from tests.fake_executor import FakeGenerationTable
 from tests.scale import sized
 
 SIZE, NUM_BLOCKS = 4, 128
+NUM_REQUESTS = sized(16, 40)
 
 
 class LateThread(ThreadPoolExecutor):
@@ -94,7 +95,7 @@ async def test_answers_do_not_depend_on_when_requests_arrive(tiny_dir: Path, see
             max_tokens=rng.randint(1, 25),
             block_size_tokens=SIZE,
         )
-        for i in range(1, 41)
+        for i in range(1, NUM_REQUESTS + 1)
     }
     running = asyncio.create_task(rig.loop.run())
     separate: dict[int, list[int]] = {}

@@ -1,5 +1,6 @@
 """Our kernels against torch."""
 
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,10 +47,14 @@ THREADS_BY_WINDOW: dict[int | None, tuple[int, ...]] = sized(
 )
 
 
-@pytest.fixture(scope="module", params=processors(), ids=" ".join)
+@pytest.fixture(params=processors(), ids=" ".join)
 def library(request: pytest.FixtureRequest) -> Path:
     """Compile the kernels for one processor."""
     return library_for(request.param)
+
+
+one_case_at_a_time = pytest.mark.parametrize("library", processors(), ids=" ".join, indirect=True)
+"""Outermost mark of tests that compare all libraries with one reference, which is then computed once."""
 
 
 def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int, kv_dtype: str = "auto") -> KvCache:
@@ -73,40 +78,53 @@ def step_of(cache: KvCache, sequences: tuple[tuple[int, int], ...] = SEQUENCES) 
     return AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
 
 
+class Case:
+    """A step with random queries and KV, and the reference's results, each computed once."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, kv_dtype: str) -> None:
+        heads, kv_heads, self.dim, size = shape
+        self.step = step_of(cache_of(kv_heads, self.dim, size, dtype, KV_TOKENS // size, kv_dtype=kv_dtype))
+        num_tokens = self.step.segments[-1].token_begin + SEQUENCES[-1][0]
+        self.query = torch.randn(heads, num_tokens, self.dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+        self._wide_step = float_step(self.step)
+        self._right: dict[int | None, torch.Tensor] = {}
+
+    def right(self, window: int | None) -> torch.Tensor:
+        """Return the reference's result in float32, for the numbers that are stored."""
+        if window not in self._right:
+            self._right[window] = paged_attention(self.query.float(), 1, self._wide_step, self.dim**-0.5, window)
+        return self._right[window]
+
+    def assert_right(self, library: Path, num_threads: int, window: int | None, near: float) -> None:
+        got = paged_kernel(Kernels(library, num_threads))(self.query, 1, self.step, self.dim**-0.5, window)
+        assert (got.float() - self.right(window)).abs().max().item() < near, (window, num_threads)
+
+
+case_of = lru_cache(maxsize=1)(Case)
+"""Keeps the last case, because libraries take turns (`one_case_at_a_time`)."""
+
+
+@one_case_at_a_time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_native_attention_equals_the_reference(
-    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+    library: Path, dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
-    cache = cache_of(kv_heads, dim, size, dtype, KV_TOKENS // size)
-    step = step_of(cache)
-    query = torch.randn(
-        heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim, generator=torch.Generator().manual_seed(3)
-    ).to(dtype)
+    case = case_of(shape, dtype, "auto")
     for window, thread_counts in THREADS_BY_WINDOW.items():
-        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
         for num_threads in thread_counts:
-            got = paged_kernel(Kernels(library, num_threads))(query, 1, step, dim**-0.5, window)
-            assert (got.float() - right).abs().max().item() < TOLERANCE[dtype] * max(1, dim // 256), (
-                window,
-                num_threads,
-            )
+            case.assert_right(library, num_threads, window, TOLERANCE[dtype] * max(1, case.dim // 256))
 
 
+@one_case_at_a_time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES[:1] + SHAPES[3:6])
+@pytest.mark.parametrize("shape", SHAPES[:1] + SHAPES[3:6], ids=str)
 def test_native_attention_to_int8_equals_the_reference(
-    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+    library: Path, dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
     """The reference attends to the numbers that the integers stand for, in float32."""
-    cache = cache_of(kv_heads, dim, size, dtype, KV_TOKENS // size, kv_dtype="int8")
-    step = step_of(cache)
-    num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
-    query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     for window in (None, 100):
-        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
-        got = paged_kernel(Kernels(library, 2))(query, 1, step, dim**-0.5, window)
-        assert (got.float() - right).abs().max().item() < TOLERANCE[dtype], window
+        case_of(shape, dtype, "int8").assert_right(library, 2, window, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

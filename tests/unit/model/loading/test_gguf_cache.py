@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import ModelError
+from baton.model.loading.gguf import gguf_cache
 from baton.model.loading.gguf.gguf_cache import MAX_DIRECTORIES, _key, gguf_directory
 
 
@@ -59,3 +60,13 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is damaged"):
         gguf_directory(tmp_path / "m.gguf", cache=tmp_path / "cache", convert=fail)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_conversion_runs_no_module_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file there, which may be another user's, could have the name of a library."""
+    monkeypatch.setattr(gguf_cache, "CONVERTER", "found_here")
+    (tmp_path / "found_here.py").write_text("print('{}')")
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="No module named found_here"):
+        gguf_directory(tmp_path / "m.gguf", cache=tmp_path / "cache")

@@ -212,9 +212,10 @@ def test_native_decoder_runs_layers_of_mixed_types(name: str, tmp_path: Path) ->
     assert 1e-4 < float((found - right).std() / right.std()) < 0.05
 
 
-@pytest.fixture
-def qwen3(tmp_path: Path) -> tuple[Path, Qwen3Config]:
-    """Write a Qwen3 in Q4_K and Q6_K with the demo's tokenizer and a chat template."""
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Qwen3 in Q4_K and Q6_K with the demo's tokenizer and a chat template, once."""
+    path = tmp_path_factory.mktemp("qwen3") / "m.gguf"
     config = Qwen3Config(**sizes(), head_dim=64, tie_word_embeddings=True)
 
     def extra(writer: Any) -> None:
@@ -224,19 +225,19 @@ def qwen3(tmp_path: Path) -> tuple[Path, Qwen3Config]:
         writer.add_eos_token_id(2)
         writer.add_bos_token_id(3)
 
-    write_gguf(
-        tmp_path / "m.gguf",
-        "qwen3",
-        config,
-        random_state(config),
-        pick=lambda name: 12 if "ffn" in name else 14,
-        extra=extra,
-    )
-    return tmp_path / "m.gguf", config
+    pick = {True: 12, False: 14}
+    write_gguf(path, "qwen3", config, random_state(config), pick=lambda name: pick["ffn" in name], extra=extra)
+    return path
 
 
-def test_files_of_the_directory(qwen3: tuple[Path, Qwen3Config]) -> None:
-    directory = convert(qwen3[0])
+@pytest.fixture(scope="module")
+def qwen3_directory(qwen3: Path) -> Path:
+    """Convert `qwen3`, once; tests must not write to it."""
+    return convert(qwen3)
+
+
+def test_files_of_the_directory(qwen3_directory: Path) -> None:
+    directory = qwen3_directory
     content = json.loads((directory / "tokenizer_config.json").read_text())
     assert (content["bos_token"], content["add_bos_token"]) == (content["bos_token"], False)
     assert (directory / "chat_template.jinja").read_text() == "{{ bos_token }}d"
@@ -246,9 +247,9 @@ def test_files_of_the_directory(qwen3: tuple[Path, Qwen3Config]) -> None:
     assert (config.dtype, config.vocab_size, config.tie_word_embeddings) == (torch.bfloat16, 4096, True)
 
 
-def test_gateway_and_worker_read_the_same_tokenizer(qwen3: tuple[Path, Qwen3Config]) -> None:
+def test_gateway_and_worker_read_the_same_tokenizer(qwen3_directory: Path) -> None:
     """It gives the ids of the tokenizer from which the file was made."""
-    tokenizer, demo = HfTokenizer(convert(qwen3[0])), HfTokenizer(DEMO_DIR)
+    tokenizer, demo = HfTokenizer(qwen3_directory), HfTokenizer(DEMO_DIR)
     try:
         loaded = load_model(tokenizer.model_dir, device="cpu")
         assert loaded.tokenizer_fingerprint == tokenizer.fingerprint
@@ -263,8 +264,8 @@ def test_gateway_and_worker_read_the_same_tokenizer(qwen3: tuple[Path, Qwen3Conf
         demo.close()
 
 
-def test_weights_stay_coded_and_the_backend_is_verified(qwen3: tuple[Path, Qwen3Config]) -> None:
-    loaded = load_model(convert(qwen3[0]), device="cpu", max_model_len=128)
+def test_weights_stay_coded_and_the_backend_is_verified(qwen3_directory: Path) -> None:
+    loaded = load_model(qwen3_directory, device="cpu", max_model_len=128)
     base = loaded.model.base_model
     assert isinstance(base.embed_tokens, WeightEmbedding)
     assert isinstance(loaded.model.lm_head, Linear)
@@ -274,9 +275,9 @@ def test_weights_stay_coded_and_the_backend_is_verified(qwen3: tuple[Path, Qwen3
     assert choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=16).name == "torch"
 
 
-def test_fingerprint_covers_the_bytes_of_the_file(qwen3: tuple[Path, Qwen3Config], tmp_path: Path) -> None:
-    first = load_model(convert(qwen3[0]), device="cpu").model_fingerprint
-    changed = bytearray(qwen3[0].read_bytes())
+def test_fingerprint_covers_the_bytes_of_the_file(qwen3: Path, qwen3_directory: Path, tmp_path: Path) -> None:
+    first = load_model(qwen3_directory, device="cpu").model_fingerprint
+    changed = bytearray(qwen3.read_bytes())
     changed[-5] ^= 1
     (tmp_path / "other.gguf").write_bytes(changed)
     assert load_model(convert(tmp_path / "other.gguf"), device="cpu").model_fingerprint != first
@@ -408,11 +409,11 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_model_is_resolved_in_a_process_of_its_own(
-    qwen3: tuple[Path, Qwen3Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    directory = resolve_model(str(qwen3[0]))
-    assert (directory / "model.gguf").resolve() == qwen3[0].resolve()
+    directory = resolve_model(str(qwen3))
+    assert (directory / "model.gguf").resolve() == qwen3.resolve()
     assert resolve_model(str(directory)) == directory
     (tmp_path / "bad.gguf").write_bytes(b"GGUFx")
     with pytest.raises(ModelError, match=r"bad\.gguf is not a usable GGUF file"):

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from baton.core.errors import ModelError
+from baton.runtime.process.process import python_module
 from baton.runtime.user_cache import cache_directory
 
 MAX_DIRECTORIES = 16
@@ -82,7 +82,7 @@ def _key(path: Path) -> str:
 
 
 def _convert_in_process(path: Path, directory: Path) -> None:
-    command = [sys.executable, "-m", CONVERTER, str(path), str(directory)]
+    command = [*python_module(CONVERTER), str(path), str(directory)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
     except subprocess.TimeoutExpired as error:
