@@ -225,8 +225,10 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
         writer.add_eos_token_id(2)
         writer.add_bos_token_id(3)
 
-    pick = {True: 12, False: 14}
-    write_gguf(path, "qwen3", config, random_state(config), pick=lambda name: pick["ffn" in name], extra=extra)
+    def pick(name: str) -> int:
+        return 12 if "ffn" in name else 14
+
+    write_gguf(path, "qwen3", config, random_state(config), pick=pick, extra=extra)
     return path
 
 
