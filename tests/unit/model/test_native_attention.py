@@ -79,25 +79,33 @@ def step_of(cache: KvCache, sequences: tuple[tuple[int, int], ...] = SEQUENCES) 
 
 
 class Case:
-    """A step with random queries and KV, and the reference's results, each computed once."""
+    """A step with random queries, KV and sinks, and the reference's results, each computed once."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, kv_dtype: str) -> None:
         heads, kv_heads, self.dim, size = shape
-        self.step = step_of(cache_of(kv_heads, self.dim, size, dtype, KV_TOKENS // size, kv_dtype=kv_dtype))
-        num_tokens = self.step.segments[-1].token_begin + SEQUENCES[-1][0]
-        self.query = torch.randn(heads, num_tokens, self.dim, generator=torch.Generator().manual_seed(3)).to(dtype)
-        self._wide_step = float_step(self.step)
-        self._right: dict[int | None, torch.Tensor] = {}
+        self._step = step_of(cache_of(kv_heads, self.dim, size, dtype, KV_TOKENS // size, kv_dtype=kv_dtype))
+        num_tokens, generator = self._step.segments[-1].token_begin + SEQUENCES[-1][0], torch.Generator().manual_seed(3)
+        self._query = torch.randn(heads, num_tokens, self.dim, generator=generator).to(dtype)
+        self._sinks = torch.randn(heads, generator=generator) * 4
+        self._sinks[:2] = torch.tensor([60.0, -60.0])
+        self._wide_step = float_step(self._step)
+        self._right: dict[tuple[int | None, bool], torch.Tensor] = {}
 
-    def right(self, window: int | None) -> torch.Tensor:
+    def right(self, window: int | None, *, has_sinks: bool = False) -> torch.Tensor:
         """Return the reference's result in float32, for the numbers that are stored."""
-        if window not in self._right:
-            self._right[window] = paged_attention(self.query.float(), 1, self._wide_step, self.dim**-0.5, window)
-        return self._right[window]
+        if (window, has_sinks) not in self._right:
+            self._right[window, has_sinks] = paged_attention(
+                self._query.float(), 1, self._wide_step, self.dim**-0.5, window, self._sinks if has_sinks else None
+            )
+        return self._right[window, has_sinks]
 
-    def assert_right(self, library: Path, num_threads: int, window: int | None, near: float) -> None:
-        got = paged_kernel(Kernels(library, num_threads))(self.query, 1, self.step, self.dim**-0.5, window)
-        assert (got.float() - self.right(window)).abs().max().item() < near, (window, num_threads)
+    def assert_right(
+        self, library: Path, num_threads: int, window: int | None, near: float, *, has_sinks: bool = False
+    ) -> None:
+        kernel, sinks = paged_kernel(Kernels(library, num_threads)), self._sinks if has_sinks else None
+        got = kernel(self._query, 1, self._step, self.dim**-0.5, window, sinks)
+        right = self.right(window, has_sinks=has_sinks)
+        assert (got.float() - right).abs().max().item() < near, (window, num_threads)
 
 
 case_of = lru_cache(maxsize=1)(Case)
@@ -187,23 +195,17 @@ def float_step(step: AttentionStep) -> AttentionStep:
     return AttentionStep(wide, step.segments, CausalMasks(torch.float32, cache.device), paged_attention)
 
 
+@one_case_at_a_time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(8, 2, 64, 16), (160, 1, 8, 16), (4, 4, 7, 1)])
+@pytest.mark.parametrize("shape", [(8, 2, 64, 16), (160, 1, 8, 16), (4, 4, 7, 1)], ids=str)
 def test_attention_with_sinks_equals_the_reference(
-    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+    library: Path, dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
     """Some sinks are far above and some far below all scores. With two threads a long context is split."""
-    cache = cache_of(kv_heads, dim, size, dtype, KV_TOKENS // size)
-    step = step_of(cache)
-    torch.manual_seed(3)
-    query = torch.randn(heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim).to(dtype)
-    sinks = torch.randn(heads) * 4
-    sinks[:2] = torch.tensor([60.0, -60.0])
+    case = case_of(shape, dtype, "auto")
     for window in (None, 100):
-        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window, sinks)
-        assert (right - paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)).abs().max() > 0.1
-        got = paged_kernel(Kernels(library, 2))(query, 1, step, dim**-0.5, window, sinks)
-        assert (got.float() - right).abs().max() < TOLERANCE[dtype], window
+        assert (case.right(window, has_sinks=True) - case.right(window)).abs().max() > 0.1
+        case.assert_right(library, 2, window, TOLERANCE[dtype], has_sinks=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

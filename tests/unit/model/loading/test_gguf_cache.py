@@ -62,6 +62,24 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("""print('a warning'); print('{"problem": "m.gguf is damaged"}')""", "^m.gguf is damaged$"),
+        ("raise SystemExit('no memory')", "failed with exit code 1: no memory"),
+    ],
+)
+def test_what_the_converting_process_reports_is_raised(
+    program: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_cache, "CONVERTER", "converter_of_this_test")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "converter_of_this_test.py").write_text(program)
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelError, match=problem):
+        gguf_directory(tmp_path / "m.gguf", cache=tmp_path / "cache")
+
+
 def test_conversion_runs_no_module_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file there, which may be another user's, could have the name of a library."""
     monkeypatch.setattr(gguf_cache, "CONVERTER", "found_here")

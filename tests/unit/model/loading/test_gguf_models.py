@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from baton.model.attention.paged_attention import PAGED
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.linear import Linear
+from baton.model.loading.gguf import gguf_directory
 from baton.model.loading.gguf.gguf_directory import write_gguf_directory
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
@@ -417,6 +419,12 @@ def test_model_is_resolved_in_a_process_of_its_own(
     directory = resolve_model(str(qwen3))
     assert (directory / "model.gguf").resolve() == qwen3.resolve()
     assert resolve_model(str(directory)) == directory
+
+
+def test_the_process_says_what_is_wrong_with_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUFx")
-    with pytest.raises(ModelError, match=r"bad\.gguf is not a usable GGUF file"):
-        resolve_model(str(tmp_path / "bad.gguf"))
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "bad.gguf"), str(tmp_path)])
+    gguf_directory.main()
+    assert "bad.gguf is not a usable GGUF file" in json.loads(capsys.readouterr().out)["problem"]
