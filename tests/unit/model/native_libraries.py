@@ -14,16 +14,18 @@ EMULATED_TILES = ("-march=icelake-server", "-DBATON_EMULATE_TILES")
 
 
 def processors() -> list[tuple[str, ...]]:
-    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and AVX2.
+    """Return compiler options for this processor and for the next smaller set of instructions.
 
-    Long runs add the other sets of instructions that this processor has: integer dot products of AVX2's
-    width, AVX-512 without them, and AVX-512 with them and with AMX's tiles emulated.
+    That is AVX2 if it has AVX-512, else the baseline x86-64 (vectors as short as ARM's). Long runs have all
+    sets of this processor: the baseline, integer dot products of AVX2's width, AVX-512 without them, and
+    AVX-512 with them and with AMX's tiles emulated.
     """
     if platform.machine() != "x86_64":
         return [(NATIVE,)]
     flags = Path("/proc/cpuinfo").read_text().split()
-    found = [(NATIVE,), BASELINE, *([AVX2] if "avx512f" in flags else [])]
+    found = [(NATIVE,), AVX2 if "avx512f" in flags else BASELINE]
     if IS_LONG:
+        found += [BASELINE] if "avx512f" in flags else []
         found += [AVX_VNNI] if "avx_vnni" in flags and "avx512f" in flags else []
         found += [AVX512_WITHOUT_VNNI, EMULATED_TILES] if {"avx512_vnni", "avx512_vbmi2"} <= set(flags) else []
     return found

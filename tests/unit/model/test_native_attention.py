@@ -355,7 +355,8 @@ def test_gemm_equals_float64(library: Path, rows: int, k: int, n: int, with_bias
     torch.manual_seed(0)
     modules = [nn.Linear(k, part, bias=with_bias).bfloat16().requires_grad_(False) for part in (n - n // 3, n // 3)]
     x = torch.randn(rows, k).bfloat16()
-    found = PackedGemm(kernels, *modules)(x)
+    product = PackedGemm(kernels, *modules)
+    found = product(x)
     expected = torch.cat(
         [nn.functional.linear(x.double(), m.weight.double(), m.bias.double() if with_bias else None) for m in modules],
         dim=1,
@@ -364,7 +365,7 @@ def test_gemm_equals_float64(library: Path, rows: int, k: int, n: int, with_bias
     unrounded = PackedGemm(kernels, *modules, dtype=torch.float32)(x)
     torch.testing.assert_close(unrounded.double(), expected, atol=2e-4, rtol=1e-5)
     assert torch.equal(unrounded.bfloat16(), found)
-    separate = torch.cat([PackedGemm(kernels, *modules)(row[None]) for row in x[:7]])
+    separate = torch.cat([product(row[None]) for row in x[:7]])
     assert torch.equal(found[:7], separate), "a row must not depend on the other rows"
 
 
