@@ -1,4 +1,4 @@
-"""constraints.txt pins what setup installs, and each pin accepts the first release of all supported Pythons."""
+"""constraints.txt pins what setup installs, and pins accept the first release of all supported Pythons."""
 
 import platform
 import re

@@ -16,7 +16,8 @@ recent answers do not help. DIR keeps the figures of every finished repeat, apar
 --outputs, --batches and --draft. An interrupted run continues where it stopped.
 
 --draft adds a draft model of a shape, with random weights and the vocabulary of the model that verifies. It
-computes as usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the others wrong.
+computes as usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the
+others wrong.
 """
 
 import argparse
@@ -247,7 +248,7 @@ class SpeculationBench:
             engine.close()
 
     def draft_for(self, model: Path) -> Path | None:
-        """Return the directory of the draft model for a model, which is created once; None without --draft."""
+        """Return the directory of a model's draft model, which is created once; None without --draft."""
         if not (shape := self._arguments.draft):
             return None
         config = shape_config(shape)

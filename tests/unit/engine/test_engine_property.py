@@ -396,7 +396,7 @@ def test_every_token_is_correct_and_no_block_leaks(seed: int) -> None:
 
 
 def test_random_worlds_cover_all_events() -> None:
-    """Without these events the test above would check too little. Worlds that it has run are not run again."""
+    """Without these events the test above would check too little. Worlds that it has run are not repeated."""
     happened: Counter[str] = Counter()
     for seed in range(15):
         if seed not in HAPPENED:
