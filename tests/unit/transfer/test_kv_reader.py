@@ -2,13 +2,14 @@
 owner."""
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from baton.core.errors import Reason, Refused
-from baton.core.messages.peer_messages import FirstToken, HashRange
+from baton.core.errors import Reason, Refused, StreamBroken
+from baton.core.messages.peer_messages import FirstToken, HashRange, OwnerMessage, ReaderMessage
 from tests import builders
 from tests.unit.transfer import transfer_rig as rigs
 from tests.unit.transfer.pulls import failure_of, pull_all, virtual
@@ -170,6 +171,41 @@ async def test_pull_survives_a_broken_stream(at: int) -> None:
         )  # a farewell that was lost with its stream leaves the lease to end by itself
         r.check_nothing_leaks()
         assert r.end.num_streams == 2
+
+
+@virtual
+async def test_hello_reply_comes_before_what_is_announced_while_the_old_stream_closes() -> None:
+    async with rig() as r:
+        job, hashes = builders.job_id(), r.hashes("a", 4)
+        r.service.create(job, READER)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await asyncio.sleep(0.1)
+        r.service.allocated(job, r.owner.compute("a", hashes, 5), hashes)
+        old = SlowlyClosing(asyncio.Event(), on_close=lambda: r.service.announce(job, 18, final=True))
+        r.service._streams[READER.incarnation] = old  # its break was not noticed here
+        r.cut()
+        await asyncio.sleep(rigs.RENEW_S)
+        old.may_close.set()
+        await pull.first_ready()
+        assert r.end.num_streams == 2
+
+
+@dataclass
+class SlowlyClosing:
+    """The owner's end of a stream that takes time to close."""
+
+    may_close: asyncio.Event
+    on_close: Callable[[], None]
+
+    def send(self, message: OwnerMessage) -> None:
+        raise StreamBroken("the other end is gone")
+
+    async def receive(self) -> ReaderMessage:
+        raise StreamBroken("the other end is gone")
+
+    async def aclose(self) -> None:
+        self.on_close()
+        await self.may_close.wait()
 
 
 @virtual

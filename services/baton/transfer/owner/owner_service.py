@@ -170,13 +170,13 @@ class OwnerService:
 
     async def _serve_reader(self, stream: PeerStream, reader: WorkerRef) -> None:
         incarnation = reader.incarnation
+        self._reply(stream)  # before `_send` finds the stream: the reader expects the reply first
         previous = self._streams.get(incarnation)
         self._streams[incarnation] = stream
         stream_number = self.owner.stream_opened()
-        if previous is not None:
-            await previous.aclose()  # the reader reconnected; messages of the old stream must not arrive later
         try:
-            self._reply(stream)
+            if previous is not None:
+                await previous.aclose()  # the reader reconnected; messages of the old stream must not arrive later
             while True:
                 message = await stream.receive()
                 if self._streams.get(incarnation) is not stream:
