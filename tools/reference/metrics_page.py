@@ -30,8 +30,8 @@ VLLM_OF_WORKERS = (
     ("`vllm:num_requests_running`", "`baton_running_seqs`"),
     ("`vllm:num_requests_waiting`", "`baton_waiting_seqs`"),
     ("`vllm:num_preemptions_total`", "`baton_preemptions_total`"),
-    ("`vllm:spec_decode_num_draft_tokens_total`", "`baton_draft_tokens_total`"),
-    ("`vllm:spec_decode_num_accepted_tokens_total`", "`baton_accepted_draft_tokens_total`"),
+    ("`vllm:spec_decode_num_draft_tokens_total`", "sum of `baton_draft_tokens_total` over drafters"),
+    ("`vllm:spec_decode_num_accepted_tokens_total`", "sum of `baton_accepted_draft_tokens_total` over drafters"),
     *((code(name), "share of `baton_kv_blocks` that is neither free nor cached") for name in KV_USAGE_NAMES),
     (
         "`vllm:cache_config_info`",

@@ -189,8 +189,8 @@ class SequenceUpdates:
                 break
             step_budget.record_token(seq, now_s)
             seq.append(token.token_id)
-        self._counters.draft_tokens += num_drafts
-        self._counters.accepted_draft_tokens += len(tokens) - 1
+        if self._speculation is not None:
+            self._counters.drafts_verified(self._speculation.drafter_of(seq.key), num_drafts, len(tokens) - 1)
         self._output(seq, tuple(tokens), begin, finish, num_drafts)
         if finish is not None:
             self._counters.sample_ended(begin + len(tokens))

@@ -133,8 +133,9 @@ class WorkerMetrics:
         self.engine.waiting_seqs.set(engine.waiting_seqs)
         self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
         self._raise_to(self.engine.preemptions, engine.counters.preemptions)
-        self._raise_to(self.engine.draft_tokens, engine.counters.draft_tokens)
-        self._raise_to(self.engine.accepted_draft_tokens, engine.counters.accepted_draft_tokens)
+        for drafter, drafts in engine.counters.drafts.items():
+            self._raise_to(self.engine.draft_tokens.labels(drafter), drafts.verified)
+            self._raise_to(self.engine.accepted_draft_tokens.labels(drafter), drafts.accepted)
         if worker.publisher is None:
             self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
         else:  # the pool returns each event only once, to the publisher

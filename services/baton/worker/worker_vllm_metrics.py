@@ -24,8 +24,8 @@ class WorkerVllmMetrics(VllmNames):
         yield self._renamed("vllm:num_requests_running", self._metrics.running_seqs, {})
         yield self._renamed("vllm:num_requests_waiting", self._metrics.waiting_seqs, {})
         yield self._renamed("vllm:num_preemptions", self._metrics.preemptions, {})
-        yield self._renamed("vllm:spec_decode_num_draft_tokens", self._metrics.draft_tokens, {})
-        yield self._renamed("vllm:spec_decode_num_accepted_tokens", self._metrics.accepted_draft_tokens, {})
+        yield self._sum("vllm:spec_decode_num_draft_tokens", self._metrics.draft_tokens)
+        yield self._sum("vllm:spec_decode_num_accepted_tokens", self._metrics.accepted_draft_tokens)
         states = ("free", "cached", "used", "receiving", "quarantined")
         blocks = {state: _value(self._metrics.blocks, Tier.DEVICE.value, state) for state in states}
         num_blocks = sum(blocks.values())

@@ -17,6 +17,7 @@ async def test_refresh_sets_gauges_and_counts_totals_once() -> None:
         metrics = WorkerMetrics(registry)
         _, decode = workers.send(num_tokens=30)
         await workers.to_d.ended(decode.job)
+        workers.p.worker.engine.counters.drafts_verified("ngram", num_drafts=5, num_accepted=3)
         for _ in range(2):
             metrics.refresh(workers.p.worker)
         value = registry.get_sample_value
@@ -24,6 +25,8 @@ async def test_refresh_sets_gauges_and_counts_totals_once() -> None:
         assert value("baton_kv_blocks", {"tier": "device", "state": "used"}) == 0
         assert value("baton_leases_ended_total", {"outcome": "released"}) == 1
         assert value("baton_open_leases") == 0
+        assert value("baton_draft_tokens_total", {"drafter": "ngram"}) == 5
+        assert value("baton_accepted_draft_tokens_total", {"drafter": "ngram"}) == 3
 
 
 @virtual

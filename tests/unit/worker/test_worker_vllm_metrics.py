@@ -22,8 +22,9 @@ def test_autoscaler_finds_the_queue_and_the_cache_of_one_worker() -> None:
     engine.running_seqs.set(3)
     engine.waiting_seqs.set(2)
     engine.preemptions.inc(5)
-    engine.draft_tokens.inc(8)
-    engine.accepted_draft_tokens.inc(6)
+    for drafter, number, accepted in (("ngram", 5, 4), ("model", 3, 2)):
+        engine.draft_tokens.labels(drafter).inc(number)
+        engine.accepted_draft_tokens.labels(drafter).inc(accepted)
     for state, number in (("free", 40), ("used", 30), ("cached", 20), ("receiving", 10)):
         engine.blocks.labels("device", state).set(number)
     names = {"model_name": "demo", "engine": "0"}

@@ -118,6 +118,18 @@ class Speculation:
             return {}
         return {key: own[:length] for key, own, length in zip(keys, tokens, choice.lengths, strict=True) if length}
 
+    def drafter_of(self, key: int) -> str:
+        """Return the name of the drafter that made the drafts which `choose` has returned last for a sequence.
+
+        Call it before the tokens in their place are observed.
+        """
+        found = None if self._model is None else self._model.draft_of(key)
+        if found is not None:
+            return found[0][0]
+        best = self._sequences[key].best
+        assert best is not None
+        return best.kind[0]
+
     def plan_round(
         self,
         decoding: Sequence[EngineSequence],

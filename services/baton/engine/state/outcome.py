@@ -1,6 +1,6 @@
 """Results of planning or applying a step, as the engine returns them to its worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.errors import Failure
 from baton.core.request import FinishReason, PromptLogprobs
@@ -103,6 +103,14 @@ class EngineOutcome:
         )
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Draft tokens of one drafter: those that steps have verified, and those of them that became output."""
+
+    verified: int = 0
+    accepted: int = 0
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineCounters:
     """Totals since the engine was created.
@@ -111,7 +119,7 @@ class EngineCounters:
         counted.
     mean_output_tokens: moving average of the response length, over all attempts of a request; 0 before the
         first sample has ended. `prefill_only` sequences are not counted.
-    draft_tokens: draft tokens that steps have verified. accepted_draft_tokens: those that became output.
+    drafts: draft tokens by the name of their drafter.
     """
 
     steps: int = 0
@@ -120,8 +128,23 @@ class EngineCounters:
     block_copies: int = 0
     ended_samples: int = 0
     mean_output_tokens: float = 0.0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens that steps have verified, of all drafters."""
+        return sum(counts.verified for counts in self.drafts.values())
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        """Draft tokens that became output, of all drafters."""
+        return sum(counts.accepted for counts in self.drafts.values())
+
+    def drafts_verified(self, drafter: str, num_drafts: int, num_accepted: int) -> None:
+        """Count draft tokens of one drafter that a step has verified."""
+        counts = self.drafts.setdefault(drafter, DraftCounts())
+        counts.verified += num_drafts
+        counts.accepted += num_accepted
 
     def sample_ended(self, num_output_tokens: int) -> None:
         """Count an ended sample: the plain mean of the first samples, then an exponential moving average."""

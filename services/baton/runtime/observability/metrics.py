@@ -276,10 +276,15 @@ class EngineMetrics(_Family):
         )
         self.step_tokens = self._counter("step_tokens_total", "Tokens computed in steps.")
         self.preemptions = self._counter("preemptions_total", "Sequences preempted because no blocks were free.")
-        self.draft_tokens = self._counter("draft_tokens_total", "Draft tokens that decode steps have verified.")
+        self.draft_tokens = self._counter(
+            "draft_tokens_total",
+            "Draft tokens that decode steps have verified, by drafter: ngram, suffix, grammar, model.",
+            "drafter",
+        )
         self.accepted_draft_tokens = self._counter(
             "accepted_draft_tokens_total",
-            "Draft tokens that became output; divided by draft_tokens_total it is their acceptance.",
+            "Draft tokens that became output, by drafter; divided by draft_tokens_total it is their acceptance.",
+            "drafter",
         )
         self.evictions = self._counter("evictions_total", "Cached blocks evicted for reuse.")
         self.kv_publisher_behind = self._gauge(

@@ -30,6 +30,12 @@ class VllmNames(Collector):
         metric.add_sample(f"{name}_total" if kind == "counter" else name, self._labels | labels, value)
         return metric
 
+    def _sum(self, name: str, source: MetricWrapperBase) -> Metric:
+        """Return the sum of a counter's samples over its labels, under another name without `_total`."""
+        (family,) = source.collect()
+        total = sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
+        return self._single(name, family.documentation, total, "counter")
+
     def _renamed(self, name: str, source: MetricWrapperBase, only: Mapping[str, str]) -> Metric:
         """Return a metric's samples with the labels `only`, under another name."""
         (family,) = source.collect()

@@ -11,6 +11,7 @@ from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.speculation.modes import finds_forced_tokens, open_speculation
 from baton.engine.speculation.sequence_drafts import SequenceDrafts
 from baton.engine.speculation.speculation import Speculation
+from baton.engine.state.outcome import DraftCounts, EngineCounters
 from baton.engine.state.sequence import EngineSequence
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
@@ -78,6 +79,23 @@ def test_acceptance_is_measured_without_verifying() -> None:
         speculation.observe(seq, 1, ())
     assert chosen(speculation, seq)
     assert drafter.num_observed == 71
+
+
+def test_verified_drafts_are_counted_for_the_drafter_that_made_them() -> None:
+    speculation = Speculation([Scripted(1, 2, 3), OtherScripted(4, 5, 6)])
+    seq = decoding(9, max_tokens=100)
+    speculation.observe(seq, 1, ())
+    for tokens, name in (((1, 2, 3), "scripted"), ((4, 5, 6), "other")):
+        for _ in range(30):
+            seq.append(tokens[0])
+            speculation.observe(seq, 1, ())
+        assert chosen(speculation, seq) == tokens
+        assert speculation.drafter_of(seq.key) == name
+    counters = EngineCounters()
+    for name, num_drafts, num_accepted in (("ngram", 5, 3), ("model", 2, 0), ("ngram", 4, 4)):
+        counters.drafts_verified(name, num_drafts, num_accepted)
+    assert counters.drafts == {"ngram": DraftCounts(9, 7), "model": DraftCounts(2, 0)}
+    assert (counters.draft_tokens, counters.accepted_draft_tokens) == (11, 7)
 
 
 def test_new_sequence_starts_with_the_acceptance_of_others() -> None:
@@ -237,6 +255,7 @@ async def test_steps_are_planned_ahead_only_while_drafts_save_less(
     rig.assert_clean()
     assert least_ahead <= rig.executor.num_ahead <= most_ahead
     counters = rig.engine.counters
+    assert list(counters.drafts) == [drafter.name]
     if is_right:
         assert counters.steps < 20
         assert counters.accepted_draft_tokens == counters.draft_tokens > 40
