@@ -8,7 +8,7 @@ from baton.core.kv.block_hash import table_hash
 from baton.core.kv.kv_tables import TableWindows
 from baton.core.request import FinishReason
 from baton.core.step_cost import StepCostModel
-from baton.engine.engine import Engine, EngineConfig, unknown_costs
+from baton.engine.engine import Engine, EngineConfig, one_token, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, GrownSequence, PrefillProgress, SequenceOutput
@@ -35,6 +35,7 @@ class EngineRig:
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         clock: Callable[[], float] = lambda: 0.0,
         speculation: Speculation | None = None,
+        tokens_per_step: Callable[[], float] = one_token,
         kv_windows: tuple[int, ...] = (0,),
         **config: Any,
     ) -> None:
@@ -52,7 +53,14 @@ class EngineRig:
         self.executor = executor_type(
             num_blocks, self.config.block_size_tokens, self.generation_table, windows=kv_windows
         )
-        self.engine = engine_type(self.config, self.pool, step_costs=step_costs, clock=clock, speculation=speculation)
+        self.engine = engine_type(
+            self.config,
+            self.pool,
+            step_costs=step_costs,
+            clock=clock,
+            speculation=speculation,
+            tokens_per_step=tokens_per_step,
+        )
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
         self.admissions: dict[int, AdmittedSequence] = {}

@@ -31,6 +31,11 @@ from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from baton.engine.step_drafts import NO_DRAFT_TOKENS, StepDrafts
 
 
+def one_token() -> float:
+    """Return 1: the tokens that a step without drafts gives each sequence."""
+    return 1.0
+
+
 def unknown_costs() -> StepCostModel | None:
     """Return None: the costs of an engine whose steps were not measured."""
     return None
@@ -54,6 +59,7 @@ class Engine:
         clock: Callable[[], float],
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         speculation: Speculation | None = None,
+        tokens_per_step: Callable[[], float] = one_token,
     ) -> None:
         """Create an engine without sequences. Raises ConfigError if block sizes of pool and config differ.
 
@@ -61,6 +67,8 @@ class Engine:
         step_costs: returns what a step costs now, or None. Without costs a step takes as many tokens as
             `max_num_batched_tokens` allows.
         speculation: drafts for decoding sequences, which steps verify. None drafts nothing.
+        tokens_per_step: returns how many tokens drafts give a sequence now in the time of a step without
+            them.
         """
         if pool.block_size_tokens != config.block_size_tokens:
             raise ConfigError(
@@ -72,6 +80,7 @@ class Engine:
         self.counters = EngineCounters()
         self.queued_prefix = QueuedPrefixEstimate(pool)
         self._step_costs = step_costs
+        self._tokens_per_step = tokens_per_step
         self._clock = clock
         self._sequences = SequenceTable()
         self._allocator = BlockAllocator(config, pool, self._sequences, self.counters)
@@ -225,6 +234,7 @@ class Engine:
             self._clock(),
             config=self.config,
             mean_output_tokens=self.counters.mean_output_tokens,
+            tokens_per_step=self._tokens_per_step(),
         )
 
     def plan(self) -> StepPlan:

@@ -78,6 +78,7 @@ class Worker:
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
             speculation=open_speculation(parts.config.speculate, build_draft_model(parts, self._draft_costs)),
+            tokens_per_step=lambda: self._draft_speedup.tokens_per_step,
         )
         self.publisher = build_publisher(parts)
         self.owner = build_owner(parts)

@@ -72,9 +72,18 @@ def budget_of(
     costs: StepCostModel | None = COSTS,
     mean_output_tokens: float = 0.0,
     now_s: float = NOW_S,
+    tokens_per_step: float = 1.0,
 ) -> StepBudget:
     parts = [(seq, (len(seq.token_ids) - seq.num_computed_tokens, seq.num_computed_tokens)) for seq in prompts]
-    return plan(answers, parts, costs, now_s, config=CONFIG, mean_output_tokens=mean_output_tokens)
+    return plan(
+        answers,
+        parts,
+        costs,
+        now_s,
+        config=CONFIG,
+        mean_output_tokens=mean_output_tokens,
+        tokens_per_step=tokens_per_step,
+    )
 
 
 def prompt_tokens(answers: Sequence[EngineSequence], prompts: Sequence[EngineSequence], **more: Any) -> int:
@@ -135,20 +144,24 @@ def test_answer_that_is_ahead_gives_more(gaps: list[float]) -> None:
 @given(
     gaps=st.lists(st.floats(0.8, 2.6), min_size=1, max_size=8),
     waited_s=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    tokens_per_step=st.sampled_from([1.0, 2.75]),
 )
-def test_answers_on_time_are_not_slowed_down_beyond_their_target(gaps: list[float], waited_s: list[float]) -> None:
+def test_answers_on_time_are_not_slowed_down_beyond_their_target(
+    gaps: list[float], waited_s: list[float], tokens_per_step: float
+) -> None:
     """If all its remaining steps took as long as this one, each answer would still meet its target."""
     answers = [answer(key, gap=gap) for key, gap in enumerate(gaps)]
     prompts = [prompt(100 + key, 600, waited_s=each) for key, each in enumerate(waited_s)]
-    budget = budget_of(answers, prompts)
+    budget = budget_of(answers, prompts, tokens_per_step=tokens_per_step)
     assume(budget.num_late <= len(answers))
     took_s = step_s(answers, budget.num_tokens - len(answers))
     compute_s = COSTS.prefill_s(600, 0, 512) * len(prompts)
+    num_steps = 44 / tokens_per_step
     for seq in answers:
         assert seq.targets is not None
         assert seq.first_token_s is not None
         elapsed_s = NOW_S - seq.first_token_s
-        all_s = elapsed_s + min(44 * took_s, 44 * step_s(answers, 0) + compute_s)
+        all_s = elapsed_s + min(num_steps * took_s, num_steps * step_s(answers, 0) + compute_s)
         assert all_s <= 63 * seq.targets.tpot.target_s
 
 
@@ -205,6 +218,23 @@ def test_late_answer_holds_up_no_prompt() -> None:
     assert budget.num_late == 1
     alone = budget_of([answers[0], answer(2, gap=1.0, num_left=300)], [prompt(9)])
     assert budget.num_tokens >= alone.num_tokens
+
+
+def test_answer_that_drafts_speed_up_is_not_late_and_leaves_more_to_prompts() -> None:
+    """Its 44 tokens need 16 steps if it gets 2.75 in each."""
+    late = [answer(1, gap=9.0, num_left=44)]
+    assert budget_of(late, [prompt(9)]).num_late == 1
+    assert budget_of(late, [prompt(9)], tokens_per_step=2.75).num_late == 0
+    on_time = [answer(1, gap=2.6)]
+    one_each, drafted = (budget_of(on_time, [prompt(9)], tokens_per_step=tokens) for tokens in (1.0, 2.75))
+    assert one_each.num_tokens < drafted.num_tokens < CONFIG.max_num_batched_tokens
+    assert drafted.target_step_s > 2 * one_each.target_step_s
+
+
+def test_last_token_of_an_answer_takes_a_whole_step() -> None:
+    last = [answer(1, gap=3.15, num_left=1)]
+    assert budget_of(last, [prompt(9)], tokens_per_step=1.0).num_late == 1
+    assert budget_of(last, [prompt(9)], tokens_per_step=8.0).num_late == 1
 
 
 def test_steps_are_full_if_most_requests_are_late() -> None:

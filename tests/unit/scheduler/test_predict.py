@@ -1,6 +1,7 @@
 """Predictions compared with the steps that the engine would run."""
 
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ from baton.core.request import Slo
 from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.prediction.predict import first_token, overloaded_share, prompt_of, tpot_now_s, tpot_s
+from baton.scheduler.state.worker_data import WorkerRow
 from baton.scheduler.state.worker_row import MAX_PREFILL_SHARE
 from baton.scheduler.state.worker_table import worker_table_of
 from baton.worker.costs.step_cost_keeper import work_of
@@ -218,6 +220,30 @@ def test_drafts_give_more_tokens_in_the_same_time() -> None:
     plain, faster = tpots_s(0.3), tpots_s(0.3, tokens_per_step=1.5)
     assert faster == pytest.approx([one / 1.5 for one in plain])
     assert tpots_s(0.3, tokens_per_step=0.0) == plain == tpots_s(0.3, tokens_per_step=0.5)
+
+
+@pytest.mark.parametrize("tokens", [1.0, 1.25])
+def test_queued_prompts_delay_an_answer_as_much_with_drafts_as_without(tokens: float) -> None:
+    """Their time is spread over the 100 tokens of the answer, however few steps these need."""
+    never_late = {"ttft_target_factor": 1e6, "tpot_target_factor": 3.0}
+    report = measured("h", "hybrid", tokens_per_step=tokens, **decoding(8), **queued(10_000), **never_late)
+    table = worker_table_of(seen(report))
+    row, prompt = table.row(0), prompt_of(asked(500), {}, table)
+    decode_s = COSTS.decode_step_s(10, 10 * 500)
+    assert tpot_s(row, prompt, 0.0) == pytest.approx(decode_s / tokens + row.derived.queue_s / 100, rel=0.01)
+
+
+def test_drafts_leave_more_of_the_step_time_to_prompts() -> None:
+    """At 12 answers a step takes longer than the target of one token, but not than that of two."""
+
+    def row_of(num_decoding: int, tokens: float) -> WorkerRow:
+        report = measured("h", "hybrid", tokens_per_step=tokens, **decoding(num_decoding))
+        return worker_table_of(seen(report)).row(0)
+
+    longest_s = 2 * PLANNED_SHARE * 3 * COSTS.decode_step_s(1, 500)
+    assert [row_of(12, tokens).derived.longest_step_s for tokens in (1.0, 2.0)] == [inf, pytest.approx(longest_s)]
+    few, many = (first_token(row_of(4, tokens), asked(2_000), 0.0).share for tokens in (1.0, 2.0))
+    assert few < many
 
 
 def test_sequences_end_later_if_prompts_delay_them() -> None:

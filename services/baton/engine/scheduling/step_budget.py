@@ -67,6 +67,7 @@ def plan(
     *,
     config: EngineConfig,
     mean_output_tokens: float,
+    tokens_per_step: float = 1.0,
 ) -> StepBudget:
     """Return the budget of the next step.
 
@@ -75,12 +76,14 @@ def plan(
     costs: what a step costs on this worker. None if unknown: then the budget is `max_num_batched_tokens`.
     now_s: current time, by the clock that `record_token` gets.
     mean_output_tokens: mean length of recent responses, 0 if unknown.
+    tokens_per_step: tokens that drafts give a decoding sequence in the time of a step without them; at least
+        1.
     """
     if costs is None:
         return StepBudget(num_tokens=config.max_num_batched_tokens)
     seqs = list(running)
     decoding = [seq for seq in seqs if seq.num_uncomputed_tokens == 1]
-    step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding])
+    step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding], tokens_per_step)
     queue = PromptQueue.of(prompts, step, now_s)
     answers, num_late = answers_on_time(decoding, step, now_s, mean_output_tokens, config.max_model_len)
     is_overloaded = queue.late_weight + num_late > queue.num_on_time + len(decoding) - num_late
@@ -104,28 +107,37 @@ def plan(
 class MixedStep:
     """A step in which sequences decode, and what prompt tokens add to it. All times in seconds.
 
+    It has no drafts. What they give counts as more tokens in the same time.
+
     costs: cost model of this worker's steps.
+    tokens_per_step: tokens that each sequence gets in it.
     factor: correction of steps with prefill: of mixed ones, or of prefill alone if nothing decodes.
     decode_s: duration of the step without prefill.
     mixed_s: the decoding sequences' part of a step with prefill.
     """
 
     costs: StepCostModel
+    tokens_per_step: float
     factor: float
     decode_s: float
     mixed_s: float
 
     @classmethod
-    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int]) -> "MixedStep":
+    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int], tokens_per_step: float) -> "MixedStep":
         """Predict a step in which sequences with these context lengths decode."""
         decode = StepWork.of((), decode_contexts)
         factor = costs.mixed_factor if decode_contexts else costs.prefill_factor
         return cls(
             costs=costs,
+            tokens_per_step=tokens_per_step,
             factor=factor,
             decode_s=costs.step_seconds(decode),
             mixed_s=costs.uncorrected_step_s(decode) * factor,
         )
+
+    def num_steps(self, num_tokens: float) -> float:
+        """Return in how many steps a sequence gets `num_tokens` tokens, at least one."""
+        return max(1.0, num_tokens / self.tokens_per_step)
 
     def compute_s(self, num_tokens: int, num_before: int) -> float:
         """Return the time that `num_tokens` prompt tokens after `num_before` add to steps that run anyway."""
@@ -224,17 +236,17 @@ class Answer(NamedTuple):
 
     elapsed_s: time since its first token.
     num_gaps: gaps between its tokens in all, those to come included.
-    num_left: tokens that are expected to come.
+    num_steps: steps in which the tokens that are expected to come are made.
     """
 
     gap: LatencyTerm
     elapsed_s: float
     num_gaps: float
-    num_left: float
+    num_steps: float
 
     def spare_s(self, step: MixedStep, gap_s: float) -> float:
         """Return how much longer its remaining steps may take in all, for a mean gap of `gap_s`."""
-        return self.num_gaps * gap_s - self.elapsed_s - self.num_left * step.mixed_s
+        return self.num_gaps * gap_s - self.elapsed_s - self.num_steps * step.mixed_s
 
     def allowed_share(self, step: MixedStep, slowdown: float, compute_s: float) -> float:
         """Return the share of the step time that it leaves to prompts if its mean gap has this slowdown.
@@ -246,12 +258,12 @@ class Answer(NamedTuple):
             return 1.0
         if spare_s <= 0:
             return 0.0
-        prefill_s = spare_s / self.num_left
+        prefill_s = spare_s / self.num_steps
         return prefill_s / (step.mixed_s + prefill_s)
 
     def longest_step_s(self, step: MixedStep) -> float:
         """Return the longest mean step with which it meets its target, at least the decodes' own part."""
-        return step.mixed_s + max(0.0, self.spare_s(step, self.gap.planned_s) / self.num_left)
+        return step.mixed_s + max(0.0, self.spare_s(step, self.gap.planned_s) / self.num_steps)
 
 
 def allowed_share(queue: PromptQueue, answers: Iterable[Answer], step: MixedStep, slowdown: float = inf) -> float:
@@ -308,11 +320,11 @@ def answers_on_time(
         gap, elapsed_s = seq.targets.tpot, now_s - seq.first_token_s
         num_past = seq.num_timed_tokens - 1
         most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
-        if elapsed_s + most * step.decode_s > (num_past + most) * gap.target_s:
+        if elapsed_s + step.num_steps(most) * step.decode_s > (num_past + most) * gap.target_s:
             num_late += 1
             continue
         num_left = _expected_tokens(seq, most, mean_output_tokens)
-        found.append(Answer(gap, elapsed_s, num_past + num_left, num_left))
+        found.append(Answer(gap, elapsed_s, num_past + num_left, step.num_steps(num_left)))
     return found, num_late
 
 

@@ -119,7 +119,7 @@ class Speculation:
         return {key: own[:length] for key, own, length in zip(keys, tokens, choice.lengths, strict=True) if length}
 
     def drafter_of(self, key: int) -> str:
-        """Return the name of the drafter that made the drafts which `choose` has returned last for a sequence.
+        """Return the name of the drafter whose drafts `choose` has returned last for a sequence.
 
         Call it before the tokens in their place are observed.
         """

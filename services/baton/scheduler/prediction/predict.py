@@ -124,7 +124,7 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
     )
     if slo_s is not None:
         work_s, left_s = derived.queued_prefill_s + compute_s, PLANNED_SHARE * target_s - waited_s
-        slo_share = ttft_slo_share(derived.joined_step_s, w.reserved.tpot_slo_s, work_s=work_s, left_s=left_s)
+        slo_share = ttft_slo_share(reported, derived.joined_step_s, w.reserved.tpot_slo_s, work_s=work_s, left_s=left_s)
         share = maximum(share, slo_share)
     queue_s = _in_steps_s(w, w.reserved.queued_tokens, derived.queued_prefill_s, share)
     return FirstTokenTerms(share=share, queue_s=queue_s, target_s=target_s - waited_s)
@@ -210,7 +210,7 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
 
     Until then some of the decoding sequences end, and those placed earlier join, of which some end too.
     Prompts computed beside the answer delay it. The delay is the larger of two: the recent prefill share,
-    or the prompts still queued at that time, spread over the tokens of the answer. A worker with too many
+    or the prompts still queued at that time, spread over the steps of the answer. A worker with too many
     late requests makes steps that are as full as possible. Drafts give more tokens in the same time.
     """
     reported, reserved = w.reported, w.reserved
@@ -222,7 +222,8 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     context = reported.decoding_context_tokens * staying + joining_context * joining
     still_queued_s = maximum(w.derived.queue_s - horizon_s, 0.0)
     step_s = _decode_step_s(w, seqs, context, prompt)
-    usual_s = maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / expected_output_tokens(w, prompt))
+    num_steps = expected_output_tokens(w, prompt) / reported.tokens_per_step
+    usual_s = maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / num_steps)
     longer_s = maximum(_full_step_s(w, step_s, prompt) - usual_s, 0.0)
     return (usual_s + overloaded_share(w, prompt) * longer_s) / reported.tokens_per_step
 
@@ -252,7 +253,7 @@ def _full_step_s(w: WorkerData[N], decode_step_s: N, prompt: Prompt) -> N:
     reported, slo_s = w.reported, w.reserved.tpot_slo_s
     token_s = prefill_compute_s(w, prompt.num_tokens, 0.0) / prompt.num_tokens
     step_s = decode_step_s * reported.mixed_to_decode_ratio + token_s * reported.max_chunk_tokens
-    return where(slo_s > 0, minimum(step_s, PLANNED_SHARE * slo_s), step_s)
+    return where(slo_s > 0, minimum(step_s, PLANNED_SHARE * slo_s * reported.tokens_per_step), step_s)
 
 
 def exposed_transfer_s(

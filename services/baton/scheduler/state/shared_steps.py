@@ -22,13 +22,14 @@ def longest_step_s(reported: ReportedState[float], joined_step_s: float, gap_s: 
     all answers are late.
 
     joined_step_s: decode part of a mixed step once the joining sequences decode; 0 if there are none.
-    gap_s: unloaded TPOT.
+    gap_s: unloaded TPOT, without drafts. With drafts, a step may take as long as the gaps of its tokens.
     tpot_slo_s: strictest SLO of the requests placed there; 0 without any. It takes the place of the derived
         target of those that join. The report covers those that run.
     """
     if not joined_step_s:
         return inf
-    targets_s = (PLANNED_SHARE * (tpot_slo_s or gap_s * reported.tpot_factor), reported.target_step_s)
+    joining_s = PLANNED_SHARE * (tpot_slo_s or gap_s * reported.tpot_factor) * reported.tokens_per_step
+    targets_s = (joining_s, reported.target_step_s)
     return min((target_s for target_s in targets_s if target_s > joined_step_s), default=inf)
 
 
@@ -54,22 +55,25 @@ def prefill_share(
         return unloaded_s * 0.0 + 1.0
     unloaded_s = maximum(unloaded_s, _TINY_S)
     planned_s = maximum(PLANNED_SHARE * target_s, unloaded_s)
+    unloaded_step_s = gap_s * reported.tokens_per_step  # a mean gap of `gap_s` allows steps of this length
+    num_steps = reported.mean_output_tokens / reported.tokens_per_step
 
     def needed(slowdown: N) -> N:
         return work_s / maximum(minimum(unloaded_s * slowdown, planned_s) - waited_s, _TINY_S)
 
     def allowed(slowdown: N) -> N:
-        step_s = minimum(gap_s * slowdown, longest_s)
+        step_s = minimum(unloaded_step_s * slowdown, longest_s)
         spare_s = maximum(step_s - joined_step_s, 0.0)
-        return where(spare_s * reported.mean_output_tokens >= work_s, 1.0, spare_s / maximum(step_s, _TINY_S))
+        return where(spare_s * num_steps >= work_s, 1.0, spare_s / maximum(step_s, _TINY_S))
 
-    most = maximum(planned_s / unloaded_s, where(is_limited, longest_s, gap_s) / maximum(gap_s, _TINY_S))
+    longest_or_unloaded_s = where(is_limited, longest_s, unloaded_step_s)
+    most = maximum(planned_s / unloaded_s, longest_or_unloaded_s / maximum(unloaded_step_s, _TINY_S))
     share = where(is_limited, balanced_share(needed, allowed, most, minimum), unloaded_s * 0.0 + 1.0)
     least_s = reported.prefill_token_s  # a step has one prompt token at least
     return maximum(share, least_s / maximum(joined_step_s + least_s, _TINY_S))
 
 
-def ttft_slo_share(joined_step_s: N, tpot_slo_s: N, *, work_s: N, left_s: N) -> N:
+def ttft_slo_share(reported: ReportedState[N], joined_step_s: N, tpot_slo_s: N, *, work_s: N, left_s: N) -> N:
     """Return the share of the step time that a TTFT SLO demands, even if answers then miss derived targets.
 
     Only TPOT SLOs limit it. 0 if the SLO cannot be met.
@@ -77,6 +81,6 @@ def ttft_slo_share(joined_step_s: N, tpot_slo_s: N, *, work_s: N, left_s: N) -> 
     joined_step_s, tpot_slo_s, work_s: as above. left_s: time until the planned part of the SLO is over.
     """
     needed = work_s / maximum(left_s, _TINY_S)
-    step_s = PLANNED_SHARE * tpot_slo_s
+    step_s = PLANNED_SHARE * tpot_slo_s * reported.tokens_per_step
     spare = maximum(step_s - joined_step_s, 0.0) / maximum(step_s, _TINY_S)
     return where(needed > 1, 0.0, minimum(needed, where(tpot_slo_s > 0, spare, spare * 0.0 + 1.0)))
