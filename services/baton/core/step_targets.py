@@ -64,9 +64,8 @@ class LatencyTerm:
     @staticmethod
     def of(unloaded_s: float, target_s: float, *, is_slo: bool = False) -> "LatencyTerm":
         """Return the term of an unloaded latency and a target."""
-        return LatencyTerm(
-            target_s=target_s, planned_s=PLANNED_SHARE * target_s, unloaded_s=max(unloaded_s, _TINY_S), is_slo=is_slo
-        )
+        target_s, unloaded_s = max(target_s, _TINY_S), max(unloaded_s, _TINY_S)
+        return LatencyTerm(target_s=target_s, planned_s=PLANNED_SHARE * target_s, unloaded_s=unloaded_s, is_slo=is_slo)
 
     def at_slowdown(self, slowdown: float) -> float:
         """Return the latency at this slowdown, at most the planned one, in seconds."""

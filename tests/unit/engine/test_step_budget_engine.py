@@ -54,6 +54,17 @@ def test_answer_with_a_loose_slo_gives_more_to_a_prompt_that_has_waited() -> Non
     assert largest_part(0.0) <= 200
 
 
+def test_drafts_leave_more_of_the_step_time_to_a_prompt() -> None:
+    def largest_part(tokens_per_step: float) -> int:
+        rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, tokens_per_step=lambda: tokens_per_step, **WIDE)
+        rig.add(sequence_request(1, range(10), max_tokens=6, sampling={"ignore_eos": True}))
+        rig.step()
+        rig.add(sequence_request(9, range(20, 520), max_tokens=2, waited_s=0.3))
+        return max(part.num_scheduled_tokens for part in rig.step().sequences)
+
+    assert largest_part(2.5) > 1.5 * largest_part(1.0)
+
+
 def test_targets_follow_from_the_costs_and_the_cache_at_arrival() -> None:
     """Later corrections do not move them, and a cached prompt has the target of its length."""
     costs = [COSTS]
@@ -89,14 +100,15 @@ def test_factors_must_be_above_one(ttft: float, tpot: float) -> None:
         TargetFactors(ttft=ttft, tpot=tpot)
 
 
-def test_costs_of_zero_give_targets() -> None:
-    """An emulated device may have free decodes."""
-    free = StepCostModel.of([0.0, 1e-4, 0.0, 0.0, 0.0, 0.0])
+@pytest.mark.parametrize("costs", [[0.0, 1e-4, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1e-3, 0.0, 0.0]])
+def test_costs_of_zero_give_targets(costs: list[float]) -> None:
+    """An emulated device may have free decodes, or free prompts."""
+    free = StepCostModel.of(costs)
     targets = LatencyTargets.of(free, DEFAULT_FACTORS, num_tokens=10, num_cached_tokens=0, chunk_tokens=512)
     assert targets.tpot.target_s >= 0
     rig = EngineRig(step_costs=lambda: free, **WIDE)
     for seq_id in range(3):
-        rig.add(sequence_request(seq_id, range(10 + seq_id), max_tokens=5))
+        rig.add(sequence_request(seq_id, range(10 + seq_id), max_tokens=5, waited_s=0.1))
     assert rig.run() < 20
 
 
