@@ -355,7 +355,9 @@ class EngineLoop:
         if num_raised < len(plan.sequences):
             self._failed_requests.clear()
         else:
-            self._failed_requests.update(self.engine.seq_id_of(part.seq_id) for part in plan.sequences)
+            # Those with drafts have not failed yet: they run once more without.
+            without_drafts = [part for part in plan.sequences if not part.num_drafts]
+            self._failed_requests.update(self.engine.seq_id_of(part.seq_id) for part in without_drafts)
             if len(self._failed_requests) >= MAX_CONSECUTIVE_FAILED_REQUESTS or not plan.sequences:
                 message = (
                     f"{len(self._failed_requests)} requests in a row have failed, each in a step of its own; "

@@ -5,7 +5,10 @@ import asyncio
 import pytest
 
 from baton.core.errors import Code, Failure, Refused
+from baton.core.kv.block_hash import BlockHash, TokenIds
 from baton.engine.loop import EngineUnhealthy
+from baton.engine.speculation.drafter import Draft
+from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.step import DeviceFault, StepSequence
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
@@ -124,6 +127,49 @@ async def test_success_between_failures_resets_the_count(in_same_step: bool) -> 
             await turns(100)
     assert all(isinstance(rig.ends[i, 0], Failure) for i in range(6))
     rig.assert_answered(*good)
+    rig.assert_clean()
+
+
+class OneDraft:
+    """Always drafts one token."""
+
+    name = "one"
+    learns = False
+
+    def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
+        """Learn nothing."""
+
+    def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
+        return Draft((1,))
+
+    def forget(self, key: int) -> None:
+        """Keep nothing."""
+
+
+@pytest.mark.parametrize("fails_without_drafts", [False, True])
+async def test_device_is_at_fault_only_if_requests_fail_without_drafts_too(fails_without_drafts: bool) -> None:
+    rig = EngineRig(speculation=Speculation([OneDraft()], needs_costs=False))
+    loop = make_loop(rig)
+    requests = [sequence_request(i, range(i * 10, i * 10 + 6), max_tokens=6) for i in (1, 2, 3)]
+    num_failed = 0
+
+    def raises_for(part: StepSequence) -> bool:
+        nonlocal num_failed
+        num_failed += part.num_drafts
+        return part.num_drafts > 0 or (fails_without_drafts and num_failed > 0)
+
+    rig.executor.raises_for = raises_for
+    task = asyncio.create_task(loop.run())
+    for request in requests:
+        loop.add(request)
+    loop.drain()
+    if fails_without_drafts:
+        with pytest.raises(EngineUnhealthy, match="in a row"):
+            await asyncio.wait_for(task, 10)
+        return
+    await asyncio.wait_for(task, 10)
+    assert num_failed > 3
+    rig.assert_answered(*requests)
     rig.assert_clean()
 
 
