@@ -111,7 +111,7 @@ class DraftModel:
         costs: what a step of the draft model costs now; None if unknown.
         clock: returns the time in seconds. on_step: called with each step and its duration.
         """
-        self.max_model_len = max_model_len
+        self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size_tokens)  # its KV must fit
         self.kv = DraftKv(pool)
         self._executor = executor
         self._vocab_size = vocab_size

@@ -199,6 +199,16 @@ def test_full_draft_pool_means_no_drafts() -> None:
     assert not device.wrong
 
 
+def test_sequence_that_cannot_fit_into_the_draft_pool_is_not_followed() -> None:
+    """Rounds that compute nothing would only keep steps from being planned ahead."""
+    rig, _, _ = rig_of(num_blocks=40)
+    rig.add(long_request(num_tokens=300, max_tokens=200))
+    rig.run_until(lambda: bool(rig.outputs[1, 0]))
+    drafts = rig.engine.drafts
+    assert drafts is not None
+    assert not any(drafts.plan_round() for _ in range(50))
+
+
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.5}, {"min_tokens": 20, "ignore_eos": False}])
 def test_model_draws_with_the_parameters_of_the_request(sampling: dict[str, Any]) -> None:
     rig, _, device = rig_of()
