@@ -114,10 +114,11 @@ def test_entries_equal_their_definition(seed: int) -> None:
 def test_the_longest_sequence_that_fits_equals_its_definition(seed: int) -> None:
     rng = random.Random(seed)
     windows = TableWindows(tuple(rng.choice((0, 1, 5, 9, 30)) for _ in range(rng.randint(1, 4))), 4)
-    chunk, num_blocks = rng.randint(1, 20), rng.randint(0, 60)
-    longest = windows.longest_sequence_blocks(num_blocks, chunk)
+    chunk, num_blocks, at_most = rng.randint(1, 20), rng.randint(0, 60), rng.randint(0, 90)
+    longest = windows.longest_sequence_blocks(num_blocks, chunk, at_most=at_most)
+    assert longest <= at_most
     assert windows.num_blocks_at_once(4 * longest, chunk) <= num_blocks
-    if longest < num_blocks:
+    if longest < at_most:
         assert windows.num_blocks_at_once(4 * longest + 1, chunk) > num_blocks
 
 

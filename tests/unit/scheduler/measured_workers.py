@@ -14,6 +14,7 @@ COSTS = StepCostModel(
 )
 LAYOUT = layout(block_size_tokens=16)
 WINDOWED = windowed_layout((0, 96, 96), block_size_tokens=16)
+ALL_WINDOWED = windowed_layout((96, 96), block_size_tokens=16)
 
 
 def measured(worker_id: str, role: str, **changes: Any) -> WorkerReport:
@@ -62,7 +63,7 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
         role,
         state=random.choice([WorkerState.READY] * 6 + list(WorkerState)),
         model=random.choice(["demo"] * 8 + ["other"]),
-        layout=random.choice([LAYOUT] * 5 + [WINDOWED, layout(block_size_tokens=32)]),
+        layout=random.choice([LAYOUT] * 5 + [WINDOWED, ALL_WINDOWED, layout(block_size_tokens=32)]),
         blocks=blocks(total=random.choice([50, 1000]), used=random.randrange(50), cached=0),
         max_num_seqs=random.choice([4, 16]),
         **decoding(random.randrange(8), random.randrange(1, 900)),

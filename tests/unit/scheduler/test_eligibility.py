@@ -24,7 +24,7 @@ from baton.scheduler.policies.eligibility import (
 )
 from baton.scheduler.state.worker_table import worker_table_of
 from tests.builders import blocks, query, worker_ref, worker_report
-from tests.unit.scheduler.measured_workers import LAYOUT, WINDOWED, decoding, measured, random_cluster
+from tests.unit.scheduler.measured_workers import ALL_WINDOWED, LAYOUT, WINDOWED, decoding, measured, random_cluster
 
 SIDES: tuple[Side, ...] = ("prefill", "decode")
 
@@ -78,6 +78,18 @@ def test_layers_with_a_window_take_a_constant_number_of_blocks(
         assert ineligible(worker, asked, "decode") is why
         masks = eligibility_masks(asked, worker_table_of(ClusterSnapshot(workers=(worker,))), "decode")
         assert masks.eligible.tolist() == [why is None]
+
+
+@pytest.mark.parametrize(("num_free", "why"), [(11, None), (10, Exclusion.NO_FREE_CAPACITY)])
+def test_worker_takes_prompts_of_any_length_if_all_layers_have_a_window(num_free: int, why: Exclusion | None) -> None:
+    """Window and chunk need 11 blocks at once. All 100 blocks hold only 1,600 tokens."""
+    counts = blocks(100, free=num_free, used=100 - num_free)
+    report = worker_report(layout=ALL_WINDOWED, blocks=counts, max_num_batched_tokens=64, max_model_len=32_768)
+    worker, asked = WorkerView(report=report), query(num_prompt_tokens=32_000)
+    for side in SIDES:
+        assert ineligible(worker, asked, side) is why
+        masks = eligibility_masks(asked, worker_table_of(ClusterSnapshot(workers=(worker,))), side)
+        assert (masks.usable.tolist(), masks.eligible.tolist()) == ([True], [why is None])
 
 
 @given(seed=st.integers(0, 1_000_000))

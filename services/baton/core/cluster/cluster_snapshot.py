@@ -6,6 +6,7 @@ from typing import Protocol
 
 from baton.core.cluster.worker_report import WorkerReport
 from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import num_blocks_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,17 @@ class WorkerView:
 
     def longest_sequence_blocks(self, num_blocks: int) -> int:
         """Return how many blocks of tokens the longest sequence has that needs at most `num_blocks` KV
-        blocks."""
+        blocks.
+
+        If all layers have a window, it is as long as the model allows, or more.
+        """
         layout = self.report.layout
-        chunk_tokens = self._chunk_tokens(num_blocks * layout.block_size_tokens)
-        return layout.windows.longest_sequence_blocks(num_blocks, chunk_tokens)
+        size = layout.block_size_tokens
+        return layout.windows.longest_sequence_blocks(
+            num_blocks,
+            self._chunk_tokens(num_blocks * size),
+            at_most=max(num_blocks, num_blocks_for(self.report.max_model_len, size)),
+        )
 
     def _chunk_tokens(self, most_tokens: int) -> int:
         """Return the most tokens of a prompt that the worker computes at once. It pulls others' in one.

@@ -136,20 +136,20 @@ class TableWindows:
         num_blocks = num_blocks_for(num_tokens, self.block_size_tokens)
         return sum(min(num_blocks, self._most_in_view(window, chunk_tokens) or num_blocks) for window in self.windows)
 
-    def longest_sequence_blocks(self, num_blocks: int, chunk_tokens: int) -> int:
+    def longest_sequence_blocks(self, num_blocks: int, chunk_tokens: int, *, at_most: int) -> int:
         """Return the longest block table of a sequence that needs at most `num_blocks` blocks at once.
 
-        At most `num_blocks`, also if the layers with a window would take longer sequences.
+        at_most: longest block table of interest. Tables with a window limit no length, if they fit at all.
         """
         length, left = 0, num_blocks
-        most = sorted(self._most_in_view(window, chunk_tokens) or num_blocks for window in self.windows)
+        most = sorted(min(at_most, self._most_in_view(window, chunk_tokens) or at_most) for window in self.windows)
         for num_capped, own_most in enumerate(most):
             num_tables = self.num_tables - num_capped
             step = min(own_most - length, left // num_tables)
             length, left = length + step, left - step * num_tables
             if length < own_most:
                 return length
-        return num_blocks
+        return at_most
 
     def most_windowed_blocks(self, num_blocks: int, chunk_tokens: int) -> int:
         """Return how many of these blocks tables with a window have, for a sequence of `num_blocks` blocks a

@@ -103,7 +103,8 @@ def num_kv_blocks(
         blocks = min(budget // block_bytes, least * max_num_seqs)
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:
-        held_tokens = layout.windows.longest_sequence_blocks(blocks, chunk_tokens) * layout.block_size_tokens
+        held_blocks = layout.windows.longest_sequence_blocks(blocks, chunk_tokens, at_most=blocks)
+        held_tokens = held_blocks * layout.block_size_tokens
         raise ConfigError(
             f"{given} holds the KV of {held_tokens} tokens; must hold one sequence of "
             f"{max_model_len}: set --kv-memory to at least {format_size(least * block_bytes)}, "
