@@ -59,6 +59,21 @@ def test_a_prefix_is_cached_if_each_table_has_what_is_seen_after_it(seed: int) -
     assert {each for _, each in pool.take_events()} == set(pool.hashes()) <= set(hashes), "events of table 0 only"
 
 
+def test_a_long_prompt_that_is_in_no_cache_is_looked_up_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look-up is repeated in each step while the prompt waits for blocks."""
+    computed: list[int] = []
+    first_by_window = TableWindows.first_by_window
+
+    def counting(windows: TableWindows, num_blocks: int) -> dict[int, int]:
+        computed.append(num_blocks)
+        return first_by_window(windows, num_blocks)
+
+    monkeypatch.setattr(TableWindows, "first_by_window", counting)
+    pool = BlockPool(4, BLOCK_SIZE_TOKENS, FakeGenerationTable(4), TableWindows((10,), BLOCK_SIZE_TOKENS))
+    assert pool.lookup_prefix(hashes_of(range(2000))).num_blocks == 0
+    assert len(computed) <= 2
+
+
 def test_a_long_answer_holds_only_its_window() -> None:
     rig = EngineRig(num_blocks=32, kv_windows=(9,))
     request = rig.add(sequence_request(1, PROMPT[:3], max_tokens=100, sampling={"ignore_eos": True}))

@@ -77,6 +77,10 @@ class ContentIndex:
             if not window:
                 num_blocks = len(self.lookup(table_hash(each, table) for each in hashes[:num_blocks]))
         of_window = {window: tables for window, tables in windows.tables_by_window.items() if window}
+        # Windows above 1 reach into the last block: long prompts that are in no cache must not take long.
+        seen = [table for window, tables in of_window.items() if window > 1 for table in tables]
+        while num_blocks and any(table_hash(hashes[num_blocks - 1], each) not in self._by_hash for each in seen):
+            num_blocks -= 1
         first_of, index = windows.first_by_window(num_blocks), num_blocks
         while of_window and index > min(first_of[window] for window in of_window):
             index -= 1
