@@ -98,6 +98,18 @@ def test_rejection_says_if_an_idle_cluster_would_miss_the_slo() -> None:
         assert "idle" in refused.message
 
 
+def test_drafts_count_when_judging_whether_an_idle_cluster_would_miss_the_slo() -> None:
+    """An answer alone takes 2.5 ms a step, in which it gets two tokens."""
+    busy = seen(measured("h", "hybrid", tokens_per_step=2.0, **decoding(8)))
+    for tpot_slo_s, is_hopeless in ((0.002, False), (0.001, True)):
+        asking = query(num_prompt_tokens=100, slo=Slo(tpot_s=tpot_slo_s))
+        choice = kv_centric(asking, busy, PolicyContext(number=0, seed=0))
+        assert isinstance(choice, Choice)
+        refused = check_slos(asking, choice, mode=AdmissionMode.PREDICTIVE)
+        assert refused is not None
+        assert ("an idle cluster would miss it" in refused.message) == is_hopeless
+
+
 def test_slos_are_not_checked_when_off_or_without_predictions() -> None:
     assert answer(expecting(), AdmissionMode.OFF, ttft_s=0.1, tpot_s=0.001) is None
     assert answer(Choice(prefill=None, decode=None), ttft_s=0.1, tpot_s=0.001) is None

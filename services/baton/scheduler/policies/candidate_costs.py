@@ -317,7 +317,7 @@ def _prediction(
         of_decode = {
             "tpot_s": tpot_s(row, prompt, ttft_s),
             "tpot_now_s": tpot_now_s(row, prompt),
-            "idle_tpot_s": idle_tpot_s(row, prompt),
+            "idle_tpot_s": idle_tpot_s(row, prompt) / row.reported.tokens_per_step,
             "decode_drain_s": row.derived.decode_drain_s,
         }
     return Prediction(

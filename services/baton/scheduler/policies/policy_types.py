@@ -35,7 +35,7 @@ class Prediction:
     transfer_s: time between the first token and the last KV block at the decode worker.
     tpot_s: once the prompt is computed. tpot_now_s: if it were computed already.
     least_queue_s: shortest queue of all candidates.
-    idle_tpot_s: TPOT without other sequences.
+    idle_tpot_s: TPOT without other sequences, with as many tokens a step from drafts as now.
     decode_drain_s: time in which all but 1/e of the other sequences end.
 
     Admission derives from the last three when a rejected request would be admitted.

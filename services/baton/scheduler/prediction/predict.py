@@ -194,7 +194,7 @@ def _missing_fraction(w: WorkerTable, prompt: Prompt, seqs: Floats, blocks: Floa
 
 
 def idle_tpot_s(w: WorkerData[N], prompt: Prompt) -> N:
-    """Predict the TPOT of the request if no other sequence decoded on the worker."""
+    """Predict the TPOT of the request if no other sequence decoded on the worker, without drafts."""
     reported = w.reported
     return reported.decode_step_s + reported.decode_seq_s + reported.decode_context_s * prompt.num_tokens
 
