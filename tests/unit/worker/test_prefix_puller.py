@@ -53,10 +53,11 @@ async def test_only_what_is_seen_after_the_prefix_is_pulled(kv_windows: tuple[in
 @pytest.mark.parametrize(("num_held", "num_reused"), [(40, 0), (82, 80)])
 @virtual
 async def test_a_prefix_that_ends_earlier_at_its_source_is_computed(num_held: int, num_reused: int) -> None:
-    """Without the windowed blocks before its end, the shorter prefix cannot be continued."""
+    """Without the windowed blocks before its end, the shorter prefix cannot be continued, nor is it read."""
     async with trio(kv_windows=(0, 9)) as workers:
         await workers.hold(num_held)
         assert await workers.answered(*workers.send()) == num_reused
+        assert (workers.p.pool.num_replicas > 0) == (num_reused > 0)
 
 
 @virtual

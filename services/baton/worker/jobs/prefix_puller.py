@@ -139,6 +139,8 @@ class PrefixPuller:
         )
         windows = self._pool.windows
         entries = entries_from(windows.first_blocks(num_blocks * windows.block_size_tokens), num_blocks)
+        if windows.has_windows and num_held + num_available < len(entries):
+            num_available = 0  # a part of the prefix is of no use: the window before its end is missing
         receiving = self._allocate(entries[num_held : num_held + num_available])
         if receiving is None:
             log.info(
