@@ -9,6 +9,7 @@ arrives meanwhile, the queued step is withdrawn, unless the device has started i
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
 from baton.core.request import PromptLogprobs
@@ -225,7 +226,8 @@ class EngineLoop:
     async def _run_draft_model(self) -> None:
         """Let the draft model guess tokens for the next step, if that pays. Raises EngineUnhealthy.
 
-        Its time belongs to no step of the model that verifies.
+        Its time belongs to no step of the model that verifies. Meanwhile the tokens of the last step are
+        delivered.
         """
         drafts = self.engine.drafts
         jobs = () if drafts is None else drafts.plan_round()
@@ -233,11 +235,15 @@ class EngineLoop:
             return
         loop = asyncio.get_running_loop()
         began_s = self.step_started_s = loop.time()  # so that the watchdog notices if it never ends
+        running = asyncio.ensure_future(drafts.model.run(jobs))
         try:
-            found = await drafts.model.run(jobs)
+            await asyncio.sleep(0)  # lets the executor start
+            self._deliver_deferred()
+            found = await running
         except DeviceFault as fault:
             raise EngineUnhealthy(f"the device is at fault: {fault}; restart the worker") from fault
         finally:
+            await _cancel_and_wait(running)
             self.step_started_s = None
         self.draft_model_s = loop.time() - began_s
         self._busy_since_s += self.draft_model_s
@@ -374,7 +380,7 @@ class EngineLoop:
         )
 
 
-async def _cancel_and_wait(result: asyncio.Future[StepResult]) -> None:
+async def _cancel_and_wait(result: asyncio.Future[Any]) -> None:
     """Cancel a step that is still running, wait for its end, and ignore how it ended."""
     if not result.done():
         result.cancel()

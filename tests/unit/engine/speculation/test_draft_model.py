@@ -7,9 +7,10 @@ import pytest
 
 from baton.core.request import Sampling
 from baton.core.step_cost import StepCostModel
-from baton.engine.loop import EngineUnhealthy
+from baton.engine.loop import EngineLoop, EngineUnhealthy
 from baton.engine.speculation.draft_model import MAX_FAILED_STEPS, DraftModel
 from baton.engine.speculation.speculation import Speculation
+from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import DeviceFault, StepPlan, StepResult
 from tests.builders import sequence_request
@@ -221,8 +222,9 @@ def test_model_draws_with_the_parameters_of_the_request(sampling: dict[str, Any]
 
 @virtual
 async def test_loop_runs_the_model_between_steps_and_not_as_part_of_them() -> None:
-    """A round of the draft model takes virtual time here, a step none."""
+    """A round of the draft model takes virtual time here, a step none. It delays the delivery of no token."""
     took: list[float] = []
+    waited: list[float] = []
     model, device = draft_model()
     execute = device.execute
 
@@ -230,17 +232,21 @@ async def test_loop_runs_the_model_between_steps_and_not_as_part_of_them() -> No
         await asyncio.sleep(0.05)
         return await execute(plan)
 
+    def deliver(outcome: EngineOutcome) -> None:
+        if outcome.outputs:
+            waited.append(asyncio.get_running_loop().time() - loop.last_step_ended_s)
+        rig.note(outcome)
+
     device.execute = slowly  # type: ignore[method-assign]
     rig = EngineRig(step_costs=lambda: COSTS, speculation=Speculation([], model=model))
-    loop = make_loop(rig)
-    loop._on_step = lambda plan, step_s: took.append(step_s)
+    loop = EngineLoop(rig.engine, rig.executor, deliver, lambda plan, step_s: took.append(step_s))
     async with running(loop):
         loop.add(request := long_request())
     rig.assert_answered(request)
     rig.assert_clean()
     assert rig.engine.counters.steps < 20
     assert device.num_steps > 40
-    assert sum(took) == 0.0
+    assert sum(took) == sum(waited) == 0.0
 
 
 @virtual
