@@ -103,24 +103,23 @@ def test_charge_of_compressed_records_covers_their_memory(num_workers: int) -> N
         for number in range(MAX_UNPACKED + NUM_DECISIONS)
     ]
 
-    def measure(num_decisions: int) -> tuple[int, int]:
-        budget = scheduler_budget(2**30)
-        tracemalloc.start()
-        try:
-            recent = RecentDecisions(budget)
-            for decision in decisions[:num_decisions]:
+    budget, charged, traced = scheduler_budget(2**30), [], []
+    tracemalloc.start()
+    try:
+        recent = RecentDecisions(budget)
+        for part in (decisions[:MAX_UNPACKED], decisions[MAX_UNPACKED:]):
+            for decision in part:
                 recent.add(decision)
                 recent.record_of(decision.decision_id)
                 recent.finish(finished(decision.decision_id))
-            charged, taken = budget.used(Account.RECORDS), traced_now()
-            del recent
-            return charged, taken - traced_now()
-        finally:
-            tracemalloc.stop()
-
-    (unpacked_charged, unpacked), (charged, taken) = measure(MAX_UNPACKED), measure(len(decisions))
-    assert unpacked <= unpacked_charged
-    assert taken - unpacked <= charged - unpacked_charged <= 2 * (taken - unpacked)
+            charged.append(budget.used(Account.RECORDS))
+            traced.append(traced_now())
+        del recent
+        before = traced_now()
+    finally:
+        tracemalloc.stop()
+    assert traced[0] - before <= charged[0]
+    assert traced[1] - traced[0] <= charged[1] - charged[0] <= 2 * (traced[1] - traced[0])
 
 
 @each_policy
