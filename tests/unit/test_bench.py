@@ -46,7 +46,12 @@ main(["prefix_index"], scenario)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_the_servers_that_a_benchmark_started(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", SCENARIO], stdout=subprocess.PIPE, text=True) as benchmark:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCENARIO],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a job in the background ignores SIGINT
+    ) as benchmark:
         assert benchmark.stdout is not None
         server = psutil.Process(int(benchmark.stdout.readline()))
         benchmark.send_signal(number)

@@ -16,6 +16,7 @@ from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
+from baton.worker.device.gpu_start import Say
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_main import WorkerReady, run_worker
 from tests.redis_server import RunningRedis, running_redis
@@ -38,8 +39,8 @@ async def test_worker_writes_block_events_and_step_costs_to_redis(
     monkeypatch.setitem(RedisConnection.__init__.__kwdefaults__, "timeout_s", 30.0)  # for a busy machine
     device = Opened()
 
-    def open_with_costs(settings: WorkerConfig, worker: WorkerRef) -> Device:
-        return replace(device.open(settings, worker), costs=SimStepCost().model, costs_key="kind")
+    def open_with_costs(settings: WorkerConfig, worker: WorkerRef, say: Say) -> Device:
+        return replace(device.open(settings, worker, say), costs=SimStepCost().model, costs_key="kind")
 
     stop, ready = Stop(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result, open_with_costs))

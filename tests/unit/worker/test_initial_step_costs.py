@@ -25,7 +25,7 @@ KNOWN = SimStepCost().model
 
 
 def opened(**changes: Any) -> Device:
-    device = Opened().open(config(), builders.worker_ref("w"))
+    device = Opened().open(config(), builders.worker_ref("w"), lambda text: None)
     return replace(device, **{"executor": CostedExecutor(), "costs_key": "k", **changes})
 
 
