@@ -14,7 +14,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling.step_parts import sample_request
 from baton.engine.speculation.draft_kv import DraftKv
-from baton.engine.state.sequence import EngineSequence, end_token_ids
+from baton.engine.state.sequence import EngineSequence, is_end_token
 from baton.engine.state.step import DeviceFault, Executor, StepPlan, StepResult, StepSequence
 from baton.runtime.logging import get_logger
 
@@ -205,7 +205,7 @@ class DraftModel:
         if not tokens:
             return False
         token_id = tokens[0].token_id
-        if token_id >= self._vocab_size or token_id in end_token_ids(one.job.seq.request.sampling, self._eos_token_ids):
+        if token_id >= self._vocab_size or is_end_token(token_id, one.job.seq.request.sampling, self._eos_token_ids):
             return False
         one.continue_with(token_id)
         return len(one.drafts) < one.job.num_drafts

@@ -345,6 +345,11 @@ def end_token_ids(sampling: Sampling, eos_token_ids: Collection[int]) -> tuple[i
     return (*eos, *(t for t in sampling.stop_token_ids if t not in eos))
 
 
+def is_end_token(token_id: int, sampling: Sampling, eos_token_ids: Collection[int]) -> bool:
+    """Return True if a token ends a response. Asked for each token, so it does not build `end_token_ids`."""
+    return token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
+
+
 def finish_reason(
     token_id: int, request: SequenceRequest, *, num_tokens: int, eos_token_ids: Collection[int], max_model_len: int
 ) -> FinishReason | None:
@@ -354,8 +359,7 @@ def finish_reason(
         so a replayed attempt ends at the same token as the first one.
     """
     sampling, num_output_tokens = request.sampling, num_tokens - request.num_prompt_tokens
-    is_eos = token_id in eos_token_ids and not sampling.ignore_eos
-    if (is_eos or token_id in sampling.stop_token_ids) and num_output_tokens >= sampling.min_tokens:
+    if num_output_tokens >= sampling.min_tokens and is_end_token(token_id, sampling, eos_token_ids):
         return FinishReason.STOP
     return FinishReason.LENGTH if reaches_max_length(request, num_tokens + 1, max_model_len) else None
 
