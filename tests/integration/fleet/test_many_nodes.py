@@ -47,6 +47,7 @@ OTHER_VERSION = "0.0.9"
 SETTINGS: dict[str, Any] = {
     "model": "demo",
     "device": "emulated",
+    "policy": "round_robin",  # always places prefill and decode apart, however slow the link seems
     "emulated_costs": "step=4ms,prefill_token=20us",
     "kv_memory": 64 * 2**20,
     "max_model_len": 4096,
