@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from baton.core.end_tokens import eos_token_ids
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling, TokenLogprobs
 from baton.engine.state.sequence import end_token_ids
 from baton.engine.state.step import SampleRequest
-from baton.model.loading.model_loader import eos_token_ids
 from baton.model.sampling.host_sampler import kept_token_ids, noise, processed_logits
 
 MAX_TAU = 1e-4

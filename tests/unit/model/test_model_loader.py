@@ -22,10 +22,11 @@ from transformers import (
     T5Config,
 )
 
+from baton.core.end_tokens import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.linear.linear import Linear
-from baton.model.loading.model_loader import eos_token_ids, load_model
+from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.random_init import init_model
@@ -131,6 +132,22 @@ def test_supported_rope_types_are_accepted(rope: dict[str, object]) -> None:
     assert (
         causal_lm_class(LlamaConfig(**TINY, rope_parameters={"rope_theta": 1e4, **rope})).__name__ == "LlamaForCausalLM"
     )
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_deeply_nested_json_is_refused(copy: Path, name: str) -> None:
+    if name == "model.safetensors.index.json":
+        (copy / "model.safetensors").unlink()
+    (copy / name).write_text('{"weight_map":' + "[" * 100_000)
+    with pytest.raises(ModelError, match=name):
+        load_model(copy, device="cpu")
+
+
+def test_deeply_nested_header_of_weights_is_refused(copy: Path) -> None:
+    header = b'{"a":' + b"[" * 100_000
+    (copy / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
+        load_model(copy, device="cpu")
 
 
 def test_unknown_quantisation_is_refused_by_name(copy: Path) -> None:
@@ -255,22 +272,6 @@ def test_cuda_without_a_gpu_is_refused(tiny_dir: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match="--device cpu"):
         load_model(tiny_dir, device="cuda")
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [([5, 6], 7, (5, 6)), (5, 7, (5,)), (None, [7, 8], (7, 8)), (None, None, ()), (0, 7, (0,))],
-)
-def test_eos_token_ids_come_from_generation_config_then_config(
-    tmp_path: Path, generation: object, config: object, expected: tuple[int, ...]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert eos_token_ids(tmp_path) == expected
-    (tmp_path / "generation_config.json").unlink()
-    assert eos_token_ids(tmp_path) == (
-        tuple(config) if isinstance(config, list) else () if config is None else (config,)
-    )
 
 
 def fingerprint(path: Path, **arguments: object) -> str:

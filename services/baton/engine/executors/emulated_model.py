@@ -6,6 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from baton.core.end_tokens import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import FLOAT_DTYPES, KvLayout, kv_components, kv_fingerprint, layer_groups
 from baton.core.tokenizer_fingerprint import EMULATED, FINGERPRINT_BYTES, tokenizer_fingerprint
@@ -76,30 +77,17 @@ def read_emulated_model(
         dtype=dtype,
         vocab_size=config["vocab_size"],
         max_model_len=max_model_len or own_len,
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=eos_token_ids(path),
         kv_dtype=kv_dtype,
         has_window=config.get("sliding_window") is not None,
     )
-
-
-def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end tokens from generation_config.json, else from config.json, as for a real model."""
-    try:
-        value = json.loads((path / "generation_config.json").read_text()).get("eos_token_id")
-    except FileNotFoundError:
-        value = None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path / 'generation_config.json'} cannot be read: {error}") from error
-    value = config.get("eos_token_id") if value is None else value
-    ids = value if isinstance(value, list) else [value]
-    return tuple(token_id for token_id in ids if isinstance(token_id, int))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the configuration of the text part. Its `dtype` is one of `FLOAT_DTYPES`, or None."""
     try:
         config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} has no readable config.json ({error}): give --model a model directory, a hub id, or demo"
         ) from error

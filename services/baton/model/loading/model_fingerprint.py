@@ -17,6 +17,8 @@ _FULLY_HASHED_BYTES = 64 << 10
 _SAMPLES = 4
 _SAMPLE_BYTES = 8 << 10
 _MAX_HEADER_BYTES = 256 << 20
+_DAMAGED = (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+"""Errors of reading a file with other content than expected. RecursionError: JSON that is nested too deeply."""
 _IGNORED_CONFIG_KEYS = frozenset(
     "transformers_version _name_or_path architectures dtype torch_dtype use_cache id2label label2id".split()
 )
@@ -37,7 +39,7 @@ def weight_files(model_dir: Path) -> list[Path]:
             f"{model_dir} has no {single.name} and no {index.name}. Other weight files (*.bin, *.pt) are pickles "
             "and are not loaded: convert them with save_pretrained of transformers"
         ) from error
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except _DAMAGED as error:
         raise ModelError(f"{index} cannot be read ({error}); download or copy it again") from error
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:
@@ -112,7 +114,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             yield file
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except _DAMAGED as error:
         raise ModelError(f"{path} is not a readable safetensors file ({error}); download or copy it again") from error
 
 

@@ -1,6 +1,5 @@
 """Loads a transformers model with paged attention for serving. Raises ModelError if it cannot be served."""
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from baton.core.end_tokens import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
@@ -113,7 +113,7 @@ def load_model(
     config = text_config(whole)
     is_text_part = config is not whole
     model_class = causal_lm_class(config, is_text_part=is_text_part, max_model_len=max_model_len)
-    tokenizer = tokenizer_fingerprint(path)
+    tokenizer, ends = tokenizer_fingerprint(path), eos_token_ids(path)
     load_dtype, target = _load_dtype((whole, config), dtype), _device(device)
     _configure(path, config, is_text_part=is_text_part)
     fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights))
@@ -143,7 +143,7 @@ def load_model(
         tokenizer_fingerprint=tokenizer,
         max_model_len=_max_model_len(config, max_model_len),
         vocab_size=config.vocab_size,
-        eos_token_ids=eos_token_ids(path),
+        eos_token_ids=ends,
         kv_dtype=kv_dtype,
         packer=packer,
     )
@@ -238,29 +238,15 @@ def require_free_memory(needed: int, free: int, what: str, where: str) -> None:
         )
 
 
-def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the token ids that end a text, from generation_config.json, else from config.json."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            content = json.loads((path / name).read_text())
-            value = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path / name} cannot be read: {error}") from error
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
-    return ()
-
-
 def _read_config(path: Path) -> PreTrainedConfig:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give --model a Hugging Face model directory, a hub id, or demo")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # configuration classes check values in ways of their own
         raise ModelError(
-            f"{path / 'config.json'} describes a model that this version of transformers does not support: {error}"
+            f"{path / 'config.json'} describes a model that this version of transformers does not support "
+            f"({type(error).__name__}: {error})"
         ) from error
     return config
 
