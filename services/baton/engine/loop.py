@@ -366,8 +366,8 @@ class EngineLoop:
             self._failed_requests.update(self.engine.seq_id_of(part.seq_id) for part in without_drafts)
             if len(self._failed_requests) >= MAX_CONSECUTIVE_FAILED_REQUESTS or not plan.sequences:
                 message = (
-                    f"{len(self._failed_requests)} requests in a row have failed, each in a step of its own; "
-                    "restart the worker"
+                    f"{len(self._failed_requests)} requests in a row have failed, each in a step of its own "
+                    f"(the last: {type(error).__name__}: {error}); restart the worker"
                 )
                 raise EngineUnhealthy(message) from error
         return StepResult(
