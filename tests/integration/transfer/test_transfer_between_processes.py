@@ -13,7 +13,7 @@ from tests.integration.transfer.peers import PeerDied, PeerHandle, peers
 from tests.scale import sized
 from tests.times import TEST_TIMES
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(sized(100, 400))]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs NIXL, /dev/shm and /proc, which only Linux has")
 BACKENDS = [pytest.param("nixl", marks=on_linux), "local"]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
