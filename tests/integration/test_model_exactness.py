@@ -38,7 +38,7 @@ pytestmark = pytest.mark.integration
 
 BLOCK = 16
 CHUNK = 48
-TOKENS_PER_TAIL = 2_000
+NOISE = 1.5
 _TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -285,10 +285,10 @@ def test_demo_model_is_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None
 def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> None:
     """Greedy decoding with cached prefixes and preempted sequences.
 
-    At a near-tie, the two logits before rounding differ by less than transformers' own bfloat16 logits differ
-    from float32 at p99. Baton's are as close to float32 (`test_decoder_backends.py`). Of 2,000 tokens, one
-    may differ by up to twice as much, since both sides have errors. Backends that round their logits may be
-    off by one more step of bfloat16.
+    At a near-tie, the two logits before rounding differ by less than twice what transformers' own bfloat16
+    logits differ from float32 at p99, since both sides have errors. Backends that round their logits may be
+    off by one more step of bfloat16. Of the logits that float32 would choose, Baton's tokens lose no more
+    than transformers' tokens in bfloat16; `NOISE` allows for the few tokens that differ.
     """
     loaded = loaded_for(DEMO_DIR, kernels, dtype="bfloat16", num_threads=2)
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)
@@ -300,7 +300,7 @@ def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> N
     exact, half = (
         AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
     )
-    errors, margins, num_tokens = [], [], 0
+    errors, margins, num_tokens, lost, lost_by_transformers = [], [], 0, 0.0, 0.0
     for answer in answers:
         ids, first = torch.tensor([answer.prompt + answer.tokens[:-1]]), len(answer.prompt) - 1
         with torch.inference_mode():
@@ -310,14 +310,21 @@ def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> N
             hidden = half.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
             logits = hidden.float() @ half.lm_head.weight.float().T
         errors.append((rounded - right).abs().flatten())
+        lost += lost_logits(right, torch.tensor(answer.tokens))
+        lost_by_transformers += lost_logits(right, rounded.argmax(-1))
         best, second = logits.topk(2).values.unbind(-1)
         step = 0.0 if BACKENDS[loaded].name == "native decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
         margins.append((best - second - step)[logits.argmax(-1) != torch.tensor(answer.tokens)])
         num_tokens += len(answer.tokens)
     differing, near = torch.cat(margins), float(np.quantile(torch.cat(errors).numpy(), 0.99))
     assert len(differing) < 0.05 * num_tokens
-    assert int((differing > near).sum()) <= num_tokens // TOKENS_PER_TAIL
     assert (differing < 2 * near).all()
+    assert lost < NOISE * lost_by_transformers
+
+
+def lost_logits(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Return the sum over all rows of the largest logit less that of the token. Shapes [rows, vocabulary], [rows]."""
+    return float((logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]).sum())
 
 
 def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path) -> None:
