@@ -42,6 +42,14 @@ def remove_baton_variables(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> No
     monkeypatch.setenv("BATON_RUN_DIR", str(run_dir))
 
 
+def pytest_collectstart() -> None:
+    """Collect without garbage collections: what is imported and collected stays until the end.
+
+    `pytest_collection_finish` allows them again. The process that distributes tests collects nothing.
+    """
+    gc.disable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give each test its tier and its time limit; skip GPU tests if there is no GPU; keep one shard."""
     _keep_shard(config, items)
@@ -95,6 +103,7 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
