@@ -7,10 +7,14 @@ the agent.
 import asyncio
 import atexit
 import logging
+import re
 import secrets
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +176,39 @@ def _stop_at_exit(thread: "weakref.ref[NixlThread]") -> None:
 
 
 def _new_agent(name: str) -> Any:
-    """Create an agent without a progress thread.
-
-    Imports NIXL, which takes a second and works on Linux only.
-    """
-    from nixl._api import nixl_agent, nixl_agent_config
+    """Create an agent without a progress thread. Imports NIXL, which works on Linux only."""
+    with _torch_left_alone():
+        from nixl._api import nixl_agent, nixl_agent_config
 
     nixl_log = logging.getLogger("nixl")  # its own handler writes to standard output
     nixl_log.handlers.clear()
     nixl_log.setLevel(logging.WARNING)
     nixl_log.propagate = True
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+
+
+@contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Keep `nixl` from importing torch, which takes two seconds of processor time.
+
+    `nixl` chooses one of its builds by the CUDA version of torch, and the first that is installed if there is
+    none. It reads the version of a torch that is not imported from a file, and imports torch if the file names
+    none.
+    """
+    if "torch" in sys.modules or _torch_names_cuda():
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # an import raises ImportError, which `nixl` expects
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def _torch_names_cuda() -> bool:
+    """Return True if the installed torch was built for CUDA, without importing it."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    version = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=]*= *['\"]", version, re.MULTILINE) is not None
