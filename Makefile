@@ -23,7 +23,7 @@ export PROMPT ?= What does os.path.join do?
 # Python keeps compiled modules, whatever the caller's environment says: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
+UNIT_TESTS := tests/unit tests/contract tests/sim $(addprefix --ignore tests/unit/,model bench test_demo_model.py)
 UNIT_MARKS := not long and not slow and not model and not integration
 
 .PHONY: setup clients run test test-unit test-long test-triton test-asan test-fuzz nemesis check check-types \

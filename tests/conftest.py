@@ -83,13 +83,13 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
 def _tiers(item: pytest.Item) -> list[str]:
     """Return the markers for a test's folder and, in contract suites, for its implementation."""
     path = item.path.as_posix()
-    if "/tests/unit/model/" in path or path.endswith("/test_demo_model.py"):
+    if "/tests/unit/model/" in path or "/tests/unit/bench/" in path or path.endswith("/test_demo_model.py"):
         return ["model"]
     if "/tests/contract/" not in path:
         return []
     words = set(re.findall(r"[a-z_]+", item.name.partition("[")[2]))
     found = ["integration"] if words & {"redis", "nixl"} else []
-    return [*found, "model"] if words & {"torch", "kernels", "decoder", "gloo", "demo", "llama"} else found
+    return [*found, "model"] if words & {"torch", "kernels", "decoder", "gloo", "staged", "demo", "llama"} else found
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,10 @@
 """Imitates a device that is still computing when a step has been launched, as a GPU is."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 NUM_POLLS = 20
 
@@ -25,6 +27,6 @@ class DelayedEvent:
         self._polls_left = 0
 
 
-def record_delayed_event(_device: torch.device) -> DelayedEvent:
+def record_delayed_event(_device: "torch.device") -> DelayedEvent:
     """Take the place of `record_event` in `TorchExecutor`."""
     return DelayedEvent()

@@ -9,12 +9,9 @@ from itertools import count
 from random import Random
 
 import numpy as np
-import torch.distributed as dist
 
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout
-from baton.model.device.host_staging import HostStaging
-from baton.model.device.kv_tensors import KvCache
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.backend import ReadState, TransferBackend
@@ -24,7 +21,6 @@ from baton.transfer.backends.nixl_backend import NixlBackend
 from baton.transfer.backends.staged_backend import StagedBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from tests import builders
-from tests.contract.gloo_backend import GlooBackend
 
 NUM_BLOCKS = 32
 LAYOUT = builders.layout()
@@ -152,6 +148,9 @@ def _allocate_named(num_blocks: int, block_bytes: int) -> HostMemory:
 
 async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
     """Build a staged backend; torch host memory takes the place of a device."""
+    from baton.model.device.host_staging import HostStaging
+    from baton.model.device.kv_tensors import KvCache
+
     caches: list[KvCache] = []
 
     def staged(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
@@ -169,6 +168,10 @@ async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory
 
 @asynccontextmanager
 async def gloo_pair() -> AsyncIterator[Pair]:
+    import torch.distributed as dist
+
+    from tests.contract.gloo_backend import GlooBackend
+
     store, ranks = dist.HashStore(), {worker: rank for rank, worker in enumerate(WORKERS)}
     backends: list[GlooBackend] = []
 

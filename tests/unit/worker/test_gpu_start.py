@@ -3,15 +3,12 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from baton.core.errors import ConfigError, ModelError
 from baton.engine.speculation.model_rounds import MAX_MISSING_TOKENS, MAX_PIECE_TOKENS
-from baton.model.gpu_check import gpu_verdicts
-from baton.model.gpu_check.check_backends import CheckedModel
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.config.settings import WorkerConfig
 from baton.worker.device import gpu_start
@@ -21,17 +18,25 @@ from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath, KvPathChoice
 from baton.worker.device.worker_device import engine_config_of
 
+if TYPE_CHECKING:
+    from baton.model.gpu_check.check_backends import CheckedModel
+
+pytestmark = pytest.mark.model
+
 MEASURED = KvPathChoice(path=KvPath.STAGED, reason="measured")
 ENOUGH_S = 60.0
+REFUSED_STAGES = "baton.model.gpu_check.gpu_verdicts.refused_gpu_stages"
+GPU_IS_AVAILABLE = "torch.cuda.is_available"
+"""Names of what tests replace, so that the collection of tests imports no torch."""
 
 
 @pytest.fixture(autouse=True)
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(GPU_IS_AVAILABLE, lambda: True)
     monkeypatch.setattr(gpu_start, "path_facts", dict)
     monkeypatch.setattr(gpu_start, "share_compile_caches", lambda environ: None)
     monkeypatch.setattr(gpu_start, "kv_path_for", lambda setting, facts, say: MEASURED)
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", lambda model, say: {"a part": "it crashed"})
+    monkeypatch.setattr(REFUSED_STAGES, lambda model, say: {"a part": "it crashed"})
 
 
 def found(**settings: Any) -> GpuFindings:
@@ -58,7 +63,7 @@ def test_nothing_is_checked_where_no_gpu_kernel_runs(monkeypatch: pytest.MonkeyP
     assert found(device="cuda").refused == {"a part": "it crashed"}
     assert found(device="cuda", kernels="torch").refused == {}
     assert found(device="cpu").refused == {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(GPU_IS_AVAILABLE, lambda: False)
     assert found(device="auto") == GpuFindings()
 
 
@@ -73,17 +78,17 @@ def test_paths_are_measured_while_kernels_are_checked(monkeypatch: pytest.Monkey
         meets_the_other("path", "check")
         return MEASURED
 
-    def check(model: CheckedModel, say: Callable[[str], None]) -> dict[str, str]:
+    def check(model: "CheckedModel", say: Callable[[str], None]) -> dict[str, str]:
         meets_the_other("check", "path")
         return {}
 
     monkeypatch.setattr(gpu_start, "kv_path_for", measure)
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", check)
+    monkeypatch.setattr(REFUSED_STAGES, check)
     assert found(device="cuda") == GpuFindings(path=MEASURED)
 
 
 def test_each_part_of_a_start_on_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(model: CheckedModel, say: Callable[[str], None]) -> dict[str, str]:
+    def check(model: "CheckedModel", say: Callable[[str], None]) -> dict[str, str]:
         say("checks")
         return {}
 
@@ -91,7 +96,7 @@ def test_each_part_of_a_start_on_a_gpu_is_reported(monkeypatch: pytest.MonkeyPat
         say("measures")
         return MEASURED
 
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", check)
+    monkeypatch.setattr(REFUSED_STAGES, check)
     monkeypatch.setattr(gpu_start, "kv_path_for", measure)
     said: list[str] = []
     find_out_about_gpu(WorkerConfig(device="cuda"), None, said.append)
@@ -120,7 +125,7 @@ def test_the_default_token_budget_of_a_step_depends_on_the_device(monkeypatch: p
     assert (budget(device="cpu"), budget(device="emulated")) == (512, 512)
     assert budget(device="cuda", max_num_batched_tokens=300) == 300
     assert budget(device="cpu", max_num_seqs=600) == 600, "each running sequence needs one token of a step"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(GPU_IS_AVAILABLE, lambda: False)
     assert budget(device="auto") == 512
 
 
@@ -129,11 +134,11 @@ def test_all_parts_of_a_worker_have_the_token_budget_of_its_device(
 ) -> None:
     checked: list[CheckedModel] = []
 
-    def check(model: CheckedModel, say: Callable[[str], None]) -> dict[str, str]:
+    def check(model: "CheckedModel", say: Callable[[str], None]) -> dict[str, str]:
         checked.append(model)
         return {}
 
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", check)
+    monkeypatch.setattr(REFUSED_STAGES, check)
     config = WorkerConfig(device="cuda", speculate=f"draft:{DEMO_DIR}", role="decode")
     find_out_about_gpu(config, draft_config(config), lambda text: None)
     drafts = MAX_PIECE_TOKENS + MAX_MISSING_TOKENS * config.max_num_seqs
