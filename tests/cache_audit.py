@@ -31,10 +31,11 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.rpc.grpc_network import GrpcNetwork
 from tests.cache_reader import NUM_BLOCKS, CacheReader, cache_reader
 from tests.cluster import SETTLE_S, ProcessCluster
+from tests.scale import sized
 
 MAX_TAU = 1e-3
 MIN_COVERAGE = 0.9
-_MEASURED_RUNS = 3
+_MEASURED_RUNS = sized(1, 3)
 _KINDS = ("k", "v")
 
 
@@ -200,8 +201,10 @@ class Comparison:
         return torch.stack([torch.cat((layer.keys, layer.values)) for layer in layers]).numpy()
 
     def _noise(self, runs: Sequence[Run]) -> float:
-        """Return the largest difference between one pass of the reference and chunked passes, as in
-        decoding."""
+        """Return the largest difference between one pass of the reference and chunked passes, as in decoding.
+
+        It is measured on some runs, the longest one included, which comes first.
+        """
         rng = random.Random(0)
         largest = 0.0
         for run in runs[:: max(1, len(runs) // _MEASURED_RUNS)]:

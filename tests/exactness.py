@@ -26,10 +26,11 @@ from baton.core.request import Sampling, TokenLogprobs
 from baton.engine.state.sequence import end_token_ids
 from baton.engine.state.step import SampleRequest
 from baton.model.sampling.host_sampler import kept_token_ids, noise, processed_logits
+from tests.scale import sized
 
 MAX_TAU = 1e-4
 TOKENS_PER_NEAR_TIE = 5_000
-_MEASURED_ANSWERS = 6
+_MEASURED_ANSWERS = sized(2, 6)
 _TOP_P_SLACK = 1e-6
 
 
@@ -80,8 +81,16 @@ class ExactnessChecker:
         logprob."""
         if not any(answer.tokens for answer in answers):
             raise NotExact("there are no tokens to check")
-        logits = [self._logits(answer) for answer in answers]
-        tau = min(MAX_TAU, 10 * self._rounding_noise(answers))
+        measured, rng = _measured(answers), random.Random(0)
+        logits, rounding_noise = [], 0.0
+        for number, answer in enumerate(answers):
+            if number in measured:
+                one_pass = self._all_logits(answer)
+                rounding_noise = max(rounding_noise, self._rounding_noise(answer, one_pass, rng))
+                logits.append(one_pass[len(answer.prompt) - 1 :][: len(answer.tokens)].cpu())
+            else:
+                logits.append(self._logits(answer))
+        tau = min(MAX_TAU, 10 * rounding_noise)
         near_ties, worst = 0, 0.0
         for number, (answer, rows) in enumerate(zip(answers, logits, strict=True)):
             for position, row in enumerate(rows):
@@ -106,27 +115,28 @@ class ExactnessChecker:
         return logits[: len(answer.tokens)].cpu()
 
     @torch.inference_mode()
-    def _rounding_noise(self, answers: Sequence[Answer]) -> float:
+    def _all_logits(self, answer: Answer) -> torch.Tensor:
+        """Return the logits of each position from one pass over prompt and answer."""
+        tokens = torch.tensor([answer.prompt + answer.tokens], device=self._model.device)
+        logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _rounding_noise(self, answer: Answer, one_pass: torch.Tensor, rng: random.Random) -> float:
         """Return the largest difference of the reference from itself.
 
         It compares one pass with passes over a few tokens at a time, with transformers' cache.
         """
-        rng = random.Random(0)
-        by_length = sorted((a for a in answers if a.tokens), key=lambda a: len(a.prompt) + len(a.tokens))
-        step = max(1, len(by_length) // _MEASURED_ANSWERS)
-        largest = 0.0
-        for answer in by_length[::step]:
-            tokens_in_one_pass = torch.tensor([answer.prompt + answer.tokens], device=self._model.device)
-            one_pass = self._model(input_ids=tokens_in_one_pass, use_cache=False).logits[0]
-            cache, done = DynamicCache(config=self._model.config), 0
-            while done < tokens_in_one_pass.shape[1]:
-                # Single tokens at the end, as in decoding, and larger chunks before.
-                left = tokens_in_one_pass.shape[1] - done
-                size = min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20)))
-                chunk = tokens_in_one_pass[:, done : done + size]
-                logits = self._model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0]
-                largest = max(largest, float((logits - one_pass[done : done + size]).abs().max()))
-                done += size
+        tokens = torch.tensor([answer.prompt + answer.tokens], device=self._model.device)
+        cache, done, largest = DynamicCache(config=self._model.config), 0, 0.0
+        while done < tokens.shape[1]:
+            # Single tokens at the end, as in decoding, and larger chunks before.
+            left = tokens.shape[1] - done
+            size = min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20)))
+            chunk = tokens[:, done : done + size]
+            logits = self._model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0]
+            largest = max(largest, float((logits - one_pass[done : done + size]).abs().max()))
+            done += size
         return largest
 
     def _is_choice(self, answer: Answer, position: int, logits: np.ndarray, tau: float, where: str) -> bool:
@@ -185,6 +195,15 @@ class ExactnessChecker:
                     f"the answer has {actual}"
                 )
         return worst
+
+
+def _measured(answers: Sequence[Answer]) -> set[int]:
+    """Choose the answers by which rounding is measured: of all lengths, the longest one included."""
+    by_length = sorted(
+        (number for number, answer in enumerate(answers) if answer.tokens),
+        key=lambda number: -len(answers[number].prompt) - len(answers[number].tokens),
+    )
+    return set(by_length[:: max(1, len(by_length) // _MEASURED_ANSWERS)])
 
 
 def _truncation_threshold(processed: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
