@@ -75,6 +75,7 @@ def worker(worker_id: str, model: str = "demo") -> tuple[WorkerSpec, WorkerConfi
     config = WorkerConfig(
         worker_id=worker_id,
         model=model,
+        device="emulated",
         transfer="local",
         kv_memory=64 * 2**20,
         max_model_len=4096,

@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[3]
 FLAGS = ["--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB", "--max-model-len", "4096"]
 ONE_WORKER = ["--prefill", "0", "--decode", "0", "--hybrid", "1", "--transfer", "local"]
+EMULATED = ["--device", "emulated", "--emulated-costs", "step=5ms,prefill_token=100us"]
+"""For tests of processes: their workers are ready four seconds of processor time earlier."""
 START_S = 120.0
 END_S = 90.0
 HUB_GIVES_UP_S = 10.0
@@ -142,7 +144,7 @@ def up(log_dir: Path, *flags: str, **environ: str) -> Iterator[Up]:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Leftovers]]:
     """A cluster with one prefill and one decode worker, shared by several tests. The last one ends it."""
-    with up(tmp_path_factory.mktemp("logs"), "--transfer", "local") as running:
+    with up(tmp_path_factory.mktemp("logs"), "--transfer", "local", *EMULATED) as running:
         yield running, running.until_ready()
 
 
@@ -228,7 +230,7 @@ def test_ctrl_c_removes_everything(serving: tuple[Up, Leftovers]) -> None:
 
 
 def test_sigkill_during_the_start_leaves_nothing(tmp_path: Path) -> None:
-    with up(tmp_path, *ONE_WORKER) as running:
+    with up(tmp_path, *ONE_WORKER, *EMULATED) as running:
         running.until("^ray ")
         left = running.leftovers()
         running.signal(signal.SIGKILL)
@@ -237,7 +239,8 @@ def test_sigkill_during_the_start_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_two_clusters_on_one_machine_are_independent_and_leave_nothing(tmp_path: Path) -> None:
-    with up(tmp_path / "a", *ONE_WORKER) as first, up(tmp_path / "b", *ONE_WORKER) as second:
+    one_worker = [*ONE_WORKER, *EMULATED]
+    with up(tmp_path / "a", *one_worker) as first, up(tmp_path / "b", *one_worker) as second:
         of_first, of_second = first.until_ready(), second.until_ready()
         assert of_first.run_id != of_second.run_id
         assert of_first.directory != of_second.directory
