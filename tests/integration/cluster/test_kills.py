@@ -176,7 +176,7 @@ async def kill_until_resumed(
 async def test_prefill_worker_crash_during_prefill_resumes_all_streams(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
-    rng, size = Random(100 + number), sized(1500, 3000)
+    rng, size = Random(100 + number), sized(900, 3000)
     await kill_until_resumed(
         cluster, checker, auditor, rng, ("p0", "p1"), prompt_tokens=size, max_tokens=8, at_most_later_s=0.2
     )
@@ -222,6 +222,7 @@ async def test_constrained_samples_equal_the_reference_after_a_kill_of_their_dec
         await until_resumed(kill)
 
 
+@pytest.mark.long  # `make test` covers this by test_relay_faults.py, test_storm.py and test_nemesis.py, which pause workers
 @pytest.mark.fault("F-7")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_paused_decode_worker_loses_its_requests_and_its_late_tokens_are_dropped(

@@ -16,9 +16,15 @@ from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Client, Request, Response
 from tests.model_families import TINY
-from tests.scale import sized
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+# `make test` covers this by test_kills.py without drafts, by test_drafts_on_torch.py and test_draft_model_on_torch.py in one
+# process, and by the storms of tests/sim, which have draft models.
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 ALL, DECODE = ("p0", "d0", "d1"), ("d0", "d1")
 TIMES = {"heartbeat_s": 0.5, "detection_s": 3.0, "scheduler_wait_s": 30.0, "step_limit_s": 60.0}
@@ -66,7 +72,7 @@ def copying_requests(rng: Random, count: int) -> list[Request]:
 
 
 @pytest.mark.fault("F-4", "F-40")
-@pytest.mark.parametrize("number", range(sized(1, 10)))
+@pytest.mark.parametrize("number", range(10))
 async def test_decode_worker_crash_with_drafts_changes_no_token(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:

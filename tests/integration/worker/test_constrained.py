@@ -24,7 +24,8 @@ from tests.integration.worker.processes import WorkerProcess, WorkerProcesses, w
 from tests.integration.worker.test_real_workers import connect_gateway, job_pair, prompt
 from tests.unit.worker.scripted_gateway import Gateway
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+# `make test` covers this by test_constrained_exactness.py, test_exactness.py and tests/sim/test_constrained.py.
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 PATTERN = (r"[a-z]{2,6}( [a-z]{2,6}){3,8}\.", rb"[a-z]{2,6}( [a-z]{2,6}){3,8}\.")
 SCHEMA = {
