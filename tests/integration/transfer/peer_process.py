@@ -70,10 +70,6 @@ def make_backend(kind: str, worker: WorkerRef) -> tuple[HostMemory, TransferBack
     MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
     if kind == "local":
         return memory, LocalBackend(worker=worker, layout=layout(), memory=memory)
-    import nixl_meta_utils
-
-    # Otherwise NIXL imports torch to find the CUDA version, which takes a second.
-    nixl_meta_utils.detect_cuda_major = lambda: None
     loopback = os.environ.get("PEER_LOOPBACK", "1") == "1"
     return memory, NixlBackend.over(memory, worker=worker, layout=layout(), loopback_only=loopback)
 
