@@ -64,7 +64,7 @@ MAX_GROWTH_BYTES = 200 * 2**20
 LONG_LIMITS: dict[str, Any] = {"listen_s": 60.0, "quiet_s": 60.0}
 """For an exchange that ends with the answer, or with the connection."""
 FUZZ = settings(
-    max_examples=sized(50, 1000),
+    max_examples=sized(30, 1000),
     deadline=None,
     derandomize=True,
     database=None,
@@ -309,7 +309,7 @@ VALID_BODIES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.fault("F-37")
-@pytest.mark.parametrize("seed", range(sized(50, 1000)))
+@pytest.mark.parametrize("seed", range(sized(30, 1000)))
 async def test_mutated_bodies_are_served_or_rejected(gateway: CheckedGateway, seed: int) -> None:
     rng = Random(seed)
     path, body = rng.choice(VALID_BODIES)
@@ -366,7 +366,7 @@ async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: Checke
     rng, canary = Random(37), Canary(tmp_path)
     canary.check_payloads()
     valid = list(requests_to_mutate())
-    broken = [mutated_bytes(rng, rng.choice(valid)) for _ in range(sized(70, 2000))]
+    broken = [mutated_bytes(rng, rng.choice(valid)) for _ in range(sized(50, 2000))]
     slots = asyncio.Semaphore(16)
 
     async def send(data: bytes) -> None:
@@ -396,7 +396,7 @@ async def test_broken_http2_only_ends_its_own_connection(gateway: CheckedGateway
     message = message_of(valid_body(return_token_ids=None))
     assert message is not None
     valid = HTTP2_START + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
-    broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, valid) for _ in range(sized(40, 1000)))]
+    broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, valid) for _ in range(sized(30, 1000)))]
     slots = asyncio.Semaphore(16)
 
     async def send(data: bytes) -> None:
@@ -409,7 +409,7 @@ async def test_broken_http2_only_ends_its_own_connection(gateway: CheckedGateway
 
 
 @pytest.mark.parametrize("method", PUBLIC, ids=[method.path for method in PUBLIC])
-@settings(FUZZ, max_examples=sized(10, 200))
+@settings(FUZZ, max_examples=sized(6, 200))
 @given(data=st.data())
 async def test_any_message_to_any_method_is_served_or_rejected(
     gateway: CheckedGateway, method: Method, data: st.DataObject

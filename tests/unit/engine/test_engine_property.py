@@ -25,7 +25,7 @@ PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, mess
 EOS = (3, 4)
 WINDOWS = ((0,), (0, 5), (9,), (0,), (2,), (0, 5, 5), (0, 9), (0,), (0, 0, 2), (5,), (0,), (0, 17), (9, 2), (17,))
 """Windows of the block tables, by seed."""
-NUM_WORLDS = sized(4, 70) * len(WINDOWS)
+NUM_WORLDS = sized(3, 70) * len(WINDOWS)
 
 
 class World:
@@ -395,6 +395,7 @@ def test_every_token_is_correct_and_no_block_leaks(seed: int) -> None:
     world.rig.assert_clean()
 
 
+@pytest.mark.slow
 def test_random_worlds_cover_all_events() -> None:
     """Without these events the test above would check too little. Worlds that it has run are not repeated."""
     happened: Counter[str] = Counter()
