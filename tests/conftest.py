@@ -51,8 +51,11 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test its tier and its time limit; skip GPU tests if there is no GPU; keep one shard."""
+    """Give each test its tier and its time limit; skip GPU tests if there is no GPU; keep one shard; mix files."""
     _keep_shard(config, items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {path: at for at, path in enumerate(shards.mixed(list(dict.fromkeys(map(_file_of, items)))))}
+        items.sort(key=lambda item: places[_file_of(item)])
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
@@ -66,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
 
 
+def _file_of(item: pytest.Item) -> str:
+    return item.path.as_posix()
+
+
 def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of other shards, if a shard is asked for."""
     if not (text := os.environ.get(shards.VARIABLE, "")):
@@ -74,10 +81,10 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
         shard = shards.Shard.parse(text)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    count = Counter(item.path.as_posix() for item in items)
+    count = Counter(map(_file_of, items))
     files = shard.files({path: shards.weight_of(path, number) for path, number in count.items()})
-    config.hook.pytest_deselected(items=[item for item in items if item.path.as_posix() not in files])
-    items[:] = [item for item in items if item.path.as_posix() in files]
+    config.hook.pytest_deselected(items=[item for item in items if _file_of(item) not in files])
+    items[:] = [item for item in items if _file_of(item) in files]
 
 
 def _tiers(item: pytest.Item) -> list[str]:

@@ -1,11 +1,11 @@
-"""Splits the test files into shards, so that `make test-long SHARD=1/3` runs a third of them.
+"""Splits the test files into shards, so that `make test-long SHARD=1/3` runs a third of them, and mixes them.
 
 A file is never split, because its tests may share a cluster. The same collection always gives the same
 shards: each file goes to the shard with the least weight so far, the heaviest file first.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 VARIABLE = "BATON_TEST_SHARD"
@@ -42,3 +42,15 @@ class Shard:
 def weight_of(path: str, num_tests: int) -> float:
     """Return about how long a test file takes. Tests with processes take some ten times as long as others."""
     return num_tests * (10.0 if "/integration/" in path or "/deploy/" in path else 1.0)
+
+
+def mixed(files: Sequence[str]) -> list[str]:
+    """Return the files in an order for several test processes: those that wait lie evenly among the others.
+
+    Tests with clusters wait for a part of their time. If all test processes ran them at once, cores would be
+    idle; the other files would come last, and none would have a core of its own.
+    """
+    waiting = [file for file in files if "/integration/" in file]
+    others = [file for file in files if "/integration/" not in file]
+    positions = {file: at / len(group) for group in (waiting, others) for at, file in enumerate(group)}
+    return sorted(files, key=positions.__getitem__)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.shards import Shard, weight_of
+from tests.shards import Shard, mixed, weight_of
 
 WEIGHTS = {f"tests/unit/test_{number}.py": float(number % 7 + 1) for number in range(50)} | {"tests/big.py": 40.0}
 
@@ -28,3 +28,10 @@ def test_malformed_shard_is_refused(text: str) -> None:
 def test_tests_with_processes_weigh_more() -> None:
     assert Shard.parse("2/3") == Shard(2, 3)
     assert weight_of("/x/tests/integration/cli/test_a.py", 3) > weight_of("/x/tests/unit/test_a.py", 3)
+
+
+def test_files_that_wait_lie_evenly_among_the_others() -> None:
+    waiting, others = [f"/integration/{name}" for name in "ab"], [f"/unit/{name}" for name in "cdefgh"]
+    assert [file[-1] for file in mixed([*waiting, *others])] == list("acdebfgh")
+    assert mixed(others) == others
+    assert mixed([]) == []
