@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import baton.rpc  # noqa: F401 - must be loaded before grpc, whose fork handlers would break child processes
 from tests import shards
+from tests.frozen_objects import nothing_unfrozen
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
@@ -32,6 +33,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BATON_RUN_DIR", str(directory))
         yield directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_objects() -> Iterator[None]:
+    """Keep what `pytest_collection_finish` has frozen."""
+    with nothing_unfrozen():
+        yield
 
 
 @pytest.fixture(autouse=True)

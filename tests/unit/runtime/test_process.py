@@ -26,6 +26,7 @@ from baton.runtime.process.process import (
     until_stopped,
     with_parent_death_signal,
 )
+from tests.frozen_objects import unfreezing
 
 
 @contextmanager
@@ -287,14 +288,12 @@ def test_existing_objects_are_frozen_until_the_end_of_the_scope(
 ) -> None:
     threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
     existing: list[list[int]] = [[] for _ in range(2000)]
-    try:
+    with unfreezing():
         with scope():
             assert gc.get_freeze_count() > num_frozen + len(existing) // 2
             assert (gc.get_threshold() == threshold) == (scope is frozen_heap)
         assert gc.get_freeze_count() <= num_frozen
         assert gc.get_threshold() == threshold
-    finally:
-        gc.freeze()  # as before: later tests in this process measure without long collections
 
 
 class Cycle:
