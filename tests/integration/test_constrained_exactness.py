@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import regex
@@ -23,7 +24,7 @@ from baton.engine.state.sequence import SequenceRequest, end_token_ids
 from baton.engine.state.step import SampleRequest
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
-from baton.model.loading.model_loader import load_model
+from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.torch_executor import TorchExecutor
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -60,11 +61,16 @@ class ConstrainedAnswer:
     end: FinishReason | Failure
 
 
+@cache
+def loaded_demo() -> LoadedModel:
+    return load_model(DEMO_DIR, dtype="float32", device="cpu")
+
+
 class ConstrainedWorker:
     """Engine and executor of the demo model in float32, run step by step."""
 
     def __init__(self, *, num_blocks: int, max_num_seqs: int = 16) -> None:
-        loaded = load_model(DEMO_DIR, dtype="float32", device="cpu")
+        loaded = loaded_demo()
         layout = loaded.layout(BLOCK)
         pool = BlockPool(num_blocks, BLOCK, MemoryGenerationTable(bytearray(ENTRY_BYTES * num_blocks), worker_epoch=1))
         config = EngineConfig(
@@ -154,15 +160,22 @@ def open_worker(workers: list[ConstrainedWorker], **sizes: int) -> ConstrainedWo
     return workers[-1]
 
 
-def allowed_by(pattern: bytes, before: Sequence[int], sampling: Sampling) -> set[int]:
-    """Return what the rules allow, by definition."""
-    compiled, text = regex.compile(pattern), demo_text(list(before))
-    found = {
+@cache
+def continuing(pattern: bytes, text: bytes) -> frozenset[int]:
+    """Return the tokens after which a text can still match."""
+    compiled = regex.compile(pattern)
+    return frozenset(
         token_id
         for token_id, token in enumerate(demo_tokens())
         if token is not None and compiled.fullmatch(text + token, partial=True)
-    }
-    if compiled.fullmatch(text):
+    )
+
+
+def allowed_by(pattern: bytes, before: Sequence[int], sampling: Sampling) -> set[int]:
+    """Return what the rules allow, by definition."""
+    text = demo_text(list(before))
+    found = set(continuing(pattern, text))
+    if regex.fullmatch(pattern, text):
         found |= set(end_token_ids(sampling, DEMO_EOS_TOKEN_IDS))
     banned = {word[-1] for word in sampling.bad_words if list(before[len(before) - len(word) + 1 :]) == list(word[:-1])}
     return found - banned
