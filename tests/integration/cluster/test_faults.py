@@ -232,7 +232,7 @@ async def test_requests_progress_on_emulated_workers_with_little_decode_memory()
         assert list(response.tokens[0]) == right
 
 
-@pytest.mark.long  # `make test` covers this by test_real_workers.py and test_rolling.py
+@pytest.mark.long  # `make test` covers this by test_rolling.py and tests/sim/test_rolling_release.py
 @pytest.mark.fault("F-47", "F-48")
 async def test_drained_workers_lose_no_request(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)

@@ -193,7 +193,7 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     )
 
 
-@pytest.mark.long  # `make test` covers this by tests/sim/test_constrained.py and, with a retry, test_constrained.py
+@pytest.mark.long  # `make test` covers this by tests/sim/test_constrained.py and test_constrained_exactness.py
 @pytest.mark.fault("F-4")
 @pytest.mark.parametrize("num_tokens", [1, 3, 7])
 async def test_constrained_samples_equal_the_reference_after_a_kill_of_their_decode_worker(
@@ -222,7 +222,7 @@ async def test_constrained_samples_equal_the_reference_after_a_kill_of_their_dec
         await until_resumed(kill)
 
 
-@pytest.mark.long  # `make test` covers this by test_relay_faults.py, test_storm.py and test_nemesis.py, which pause workers
+@pytest.mark.long  # `make test` pauses workers in test_relay_faults.py, test_storm.py and test_nemesis.py
 @pytest.mark.fault("F-7")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_paused_decode_worker_loses_its_requests_and_its_late_tokens_are_dropped(

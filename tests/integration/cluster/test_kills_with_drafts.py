@@ -17,8 +17,8 @@ from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Client, Request, Response
 from tests.model_families import TINY
 
-# `make test` covers this by test_kills.py without drafts, by test_drafts_on_torch.py and test_draft_model_on_torch.py in one
-# process, and by the storms of tests/sim, which have draft models.
+# `make test` covers this by test_kills.py without drafts, by test_drafts_on_torch.py and test_draft_model_on_torch.py
+# in one process, and by the storms of tests/sim, which have draft models.
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.long,

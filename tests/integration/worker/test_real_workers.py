@@ -19,16 +19,17 @@ from baton.core.messages.jobs import Cancel, DecodeJob, PrefillJob
 from baton.core.request import Sampling
 from baton.worker.worker_main import UNHEALTHY_EXIT_CODE
 from tests.integration.worker.processes import WorkerProcess, WorkerProcesses, worker_processes
-from tests.scale import sized
 from tests.unit.worker.scripted_gateway import Gateway
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+# `make test` covers this with whole clusters, by test_exactness.py, test_faults.py and test_rolling.py, and by tests of
+# the worker service and of a failed transport.
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 NEAR_TIE = 1e-4
 MAX_TRIALS = 5
 MARKER = 4000
 """A token that random prompts do not contain."""
-LENGTHS = sized((1, 15, 16, 17, 33, 300, 513), (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 300, 511, 512, 513, 1000, 1500))
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 300, 511, 512, 513, 1000, 1500)
 
 
 def prompt(number: int, num_tokens: int) -> Any:
@@ -84,7 +85,7 @@ async def connect_gateway(processes: WorkerProcesses, worker: WorkerProcess) -> 
     return gateway
 
 
-@pytest.mark.parametrize("transfer", sized(("nixl",), ("nixl", "local")))
+@pytest.mark.parametrize("transfer", ["nixl", "local"])
 async def test_prefill_and_decode_processes_give_exact_answers_and_survive_faults(
     tmp_path: Path, transfer: str
 ) -> None:
@@ -179,7 +180,6 @@ async def _check_sigterm_finishes_running_requests(
     await processes.report("d", WorkerState.DRAINING, may_have_ended=True)
 
 
-@pytest.mark.long
 async def test_killed_owner_is_blamed_in_a_retriable_failure(tmp_path: Path) -> None:
     """The owner stops in the middle of the prompt, so that it cannot end the job before the signal."""
     async with worker_processes(tmp_path) as processes:
