@@ -87,7 +87,7 @@ class ExactnessChecker:
             if number in measured:
                 one_pass = self._all_logits(answer)
                 rounding_noise = max(rounding_noise, self._rounding_noise(answer, one_pass, rng))
-                logits.append(one_pass[len(answer.prompt) - 1 :][: len(answer.tokens)].cpu())
+                logits.append(one_pass[len(answer.prompt) - 1 :][: len(answer.tokens)].clone().cpu())
             else:
                 logits.append(self._logits(answer))
         tau = min(MAX_TAU, 10 * rounding_noise)

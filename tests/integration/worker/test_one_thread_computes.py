@@ -36,6 +36,7 @@ OPENMP_THREADS, TORCH_THREADS = 1, 1
 """Threads that `threads_per_worker=2` adds: one in the OpenMP team and a sleeping one in torch's pool."""
 
 
+@pytest.mark.long  # each of the two processes loads a model
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_second_thread_per_worker_adds_one_openmp_and_one_torch_thread() -> None:
     one, two = (
