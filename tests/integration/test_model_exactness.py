@@ -323,7 +323,10 @@ def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> N
 
 
 def lost_logits(logits: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Return the sum over all rows of the largest logit less that of the token. Shapes [rows, vocabulary], [rows]."""
+    """Return the sum over all rows of the largest logit less that of the token.
+
+    Shapes: [rows, vocabulary], [rows].
+    """
     return float((logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]).sum())
 
 

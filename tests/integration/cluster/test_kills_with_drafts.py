@@ -72,7 +72,7 @@ def copying_requests(rng: Random, count: int) -> list[Request]:
 
 
 @pytest.mark.fault("F-4", "F-40")
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(5))
 async def test_decode_worker_crash_with_drafts_changes_no_token(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:

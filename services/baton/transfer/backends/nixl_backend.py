@@ -192,7 +192,7 @@ def _torch_left_alone() -> Iterator[None]:
     """Keep `nixl` from importing torch, which takes two seconds of processor time.
 
     `nixl` chooses one of its builds by the CUDA version of torch, and the first that is installed if there is
-    none. It reads the version of a torch that is not imported from a file, and imports torch if the file names
+    none. It reads the version of a torch that is not imported from a file, and imports torch if that names
     none.
     """
     if "torch" in sys.modules or _torch_names_cuda():
