@@ -59,7 +59,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test its tier and time limit; skip GPU tests if there is no GPU; keep one shard; mix files."""
+    """Give each test its tier and time limit; skip GPU tests without a GPU; keep one shard; mix files."""
     _keep_shard(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {path: at for at, path in enumerate(shards.mixed(list(dict.fromkeys(map(_file_of, items)))))}

@@ -18,7 +18,7 @@ _SAMPLES = 4
 _SAMPLE_BYTES = 8 << 10
 _MAX_HEADER_BYTES = 256 << 20
 _DAMAGED = (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
-"""Errors of reading a file with other content than expected. RecursionError: JSON that is nested too deeply."""
+"""Errors of reading a file with unexpected content. RecursionError: its JSON is nested too deeply."""
 _IGNORED_CONFIG_KEYS = frozenset(
     "transformers_version _name_or_path architectures dtype torch_dtype use_cache id2label label2id".split()
 )
