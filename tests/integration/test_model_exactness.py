@@ -38,7 +38,12 @@ pytestmark = pytest.mark.integration
 
 BLOCK = 16
 CHUNK = 48
-NOISE = 1.5
+TOKENS_PER_TAIL = 2_000
+NOISE = 1.05
+"""Largest ratio of the root-mean-square errors of bfloat16 logprobs, Baton's to those of transformers.
+
+Measured: 0.86 with the native decoder, and 0.97 to 1.02 where logits are rounded.
+"""
 _TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -285,12 +290,15 @@ def test_demo_model_is_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None
 def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> None:
     """Greedy decoding with cached prefixes and preempted sequences.
 
-    At a near-tie, the two logits before rounding differ by less than twice what transformers' own bfloat16
-    logits differ from float32 at p99, since both sides have errors. Backends that round their logits may be
-    off by one more step of bfloat16. Of the logits that float32 would choose, Baton's tokens lose no more
-    than transformers' tokens in bfloat16; `NOISE` allows for the few tokens that differ.
+    At a near-tie, the two float32 logits differ by less than transformers' bfloat16 logits are off at p99. Of
+    2,000 tokens, one may be at a tie twice as wide. Backends that round their logits may be off by one more
+    step of bfloat16.
+
+    Logprobs are as close to float32 as those of transformers in bfloat16. The native decoder, which does not
+    round its logits, is compared with transformers before that rounding.
     """
     loaded = loaded_for(DEMO_DIR, kernels, dtype="bfloat16", num_threads=2)
+    rounds = BACKENDS[loaded].name != "native decoder"
     sampling = Sampling(max_tokens=40, temperature=0.0, num_logprobs=1, ignore_eos=True)
     prompts = random_prompts(Random(0), sized(25, 300), loaded.vocab_size, 200)
     with worker_of(loaded, num_blocks=60) as worker:
@@ -300,34 +308,33 @@ def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> N
     exact, half = (
         AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
     )
-    errors, margins, num_tokens, lost, lost_by_transformers = [], [], 0, 0.0, 0.0
+    errors, margins, own_errors, their_errors = [], [], [], []
     for answer in answers:
         ids, first = torch.tensor([answer.prompt + answer.tokens[:-1]]), len(answer.prompt) - 1
+        tokens = torch.tensor(answer.tokens)
         with torch.inference_mode():
             right, rounded = (
                 model(input_ids=ids, use_cache=False).logits[0, first:].float() for model in (exact, half)
             )
             hidden = half.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:]
-            logits = hidden.float() @ half.lm_head.weight.float().T
+            theirs = rounded if rounds else hidden.float() @ half.lm_head.weight.float().T
         errors.append((rounded - right).abs().flatten())
-        lost += lost_logits(right, torch.tensor(answer.tokens))
-        lost_by_transformers += lost_logits(right, rounded.argmax(-1))
-        best, second = logits.topk(2).values.unbind(-1)
-        step = 0.0 if BACKENDS[loaded].name == "native decoder" else torch.finfo(torch.bfloat16).eps * best.abs()
-        margins.append((best - second - step)[logits.argmax(-1) != torch.tensor(answer.tokens)])
-        num_tokens += len(answer.tokens)
+        step = torch.finfo(torch.bfloat16).eps * right.amax(-1).abs() if rounds else 0.0
+        margins.append((right.amax(-1) - of_tokens(right, tokens) - step)[right.argmax(-1) != tokens])
+        right_logprobs = of_tokens(right.log_softmax(-1), tokens)
+        own_errors.append(torch.tensor([each.logprob for each in answer.logprobs]) - right_logprobs)
+        their_errors.append(of_tokens(theirs.log_softmax(-1), tokens) - right_logprobs)
     differing, near = torch.cat(margins), float(np.quantile(torch.cat(errors).numpy(), 0.99))
+    num_tokens = len(torch.cat(own_errors))
     assert len(differing) < 0.05 * num_tokens
+    assert int((differing > near).sum()) <= num_tokens // TOKENS_PER_TAIL
     assert (differing < 2 * near).all()
-    assert lost < NOISE * lost_by_transformers
+    assert torch.cat(own_errors).square().mean() < NOISE**2 * torch.cat(their_errors).square().mean()
 
 
-def lost_logits(logits: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Return the sum over all rows of the largest logit less that of the token.
-
-    Shapes: [rows, vocabulary], [rows].
-    """
-    return float((logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]).sum())
+def of_tokens(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return each row's value of its token. Shapes: rows [tokens, vocabulary], tokens [tokens]."""
+    return rows.gather(-1, tokens[:, None])[:, 0]
 
 
 def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path) -> None:
