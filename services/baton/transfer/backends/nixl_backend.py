@@ -191,11 +191,11 @@ def _new_agent(name: str) -> Any:
 def _torch_left_alone() -> Iterator[None]:
     """Keep `nixl` from importing torch, which takes two seconds of processor time.
 
-    `nixl` chooses one of its builds by the CUDA version of torch, and the first that is installed if there is
-    none. It reads the version of a torch that is not imported from a file, and imports torch if that names
-    none.
+    `nixl` chooses one of its builds by the CUDA version in torch's version file. If that file names none, as
+    in a CPU build, it imports torch to ask again, and then takes the first of its builds that is installed.
+    Meanwhile an import of torch fails, in other threads, too: workers with a model have imported it before.
     """
-    if "torch" in sys.modules or _torch_names_cuda():
+    if "torch" in sys.modules or not _torch_has_no_cuda():
         yield
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import raises ImportError, which `nixl` expects
@@ -205,10 +205,16 @@ def _torch_left_alone() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _torch_names_cuda() -> bool:
-    """Return True if the installed torch was built for CUDA, without importing it."""
+def _torch_has_no_cuda() -> bool:
+    """Return True if torch was built without CUDA, or is not installed. Does not import it.
+
+    False if its version file cannot be read: then `nixl` shall find out.
+    """
     found = find_spec("torch")
     if found is None or found.origin is None:
+        return True
+    try:
+        version = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
         return False
-    version = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-    return re.search(r"^cuda\b[^=]*= *['\"]", version, re.MULTILINE) is not None
+    return re.search(r"^cuda\b[^=]*= *['\"]", version, re.MULTILINE) is None
