@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from baton.core.end_tokens import eos_token_ids
+from baton.core.eos_token_ids import eos_token_ids
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling, TokenLogprobs
 from baton.engine.state.sequence import end_token_ids

@@ -22,7 +22,7 @@ from transformers import (
     T5Config,
 )
 
-from baton.core.end_tokens import eos_token_ids
+from baton.core.eos_token_ids import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.linear.linear import Linear
@@ -140,6 +140,13 @@ def test_deeply_nested_json_is_refused(copy: Path, name: str) -> None:
         (copy / "model.safetensors").unlink()
     (copy / name).write_text('{"weight_map":' + "[" * 100_000)
     with pytest.raises(ModelError, match=name):
+        load_model(copy, device="cpu")
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": "many"}, {"layer_types": 3}, {"rope_parameters": [1]}])
+def test_values_that_the_configuration_class_refuses_are_model_errors(copy: Path, changes: dict[str, object]) -> None:
+    edit(copy / "config.json", **changes)
+    with pytest.raises(ModelError, match=r"config\.json describes a model that this version of transformers"):
         load_model(copy, device="cpu")
 
 

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from baton.core.end_tokens import eos_token_ids
+from baton.core.eos_token_ids import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import FLOAT_DTYPES, KvLayout, kv_components, kv_fingerprint, layer_groups
 from baton.core.tokenizer_fingerprint import EMULATED, FINGERPRINT_BYTES, tokenizer_fingerprint

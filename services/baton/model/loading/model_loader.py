@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from baton.core.end_tokens import eos_token_ids
+from baton.core.eos_token_ids import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
-from baton.core.end_tokens import eos_token_ids
+from baton.core.eos_token_ids import eos_token_ids
 from baton.core.errors import ModelError
 from baton.model.loading.model_shapes import shape_config
 from baton.model.loading.model_source import DEMO_DIR

@@ -1,11 +1,11 @@
-"""Tests of the end tokens that a model directory names."""
+"""Tests of reading end tokens from a model directory."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from baton.core.end_tokens import eos_token_ids
+from baton.core.eos_token_ids import eos_token_ids
 from baton.core.errors import ModelError
 
 

@@ -1,4 +1,4 @@
-"""The tokens of a model that end a text."""
+"""The token ids with which a model ends a text."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ _FILES = ("generation_config.json", "config.json")
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """Return the token ids that end a text, from generation_config.json, else from config.json.
 
-    Raises ModelError if a file is not readable, or names something else than token ids.
+    Raises ModelError if a file is not readable, or if its value is not token ids.
     """
     for path in (model_dir / name for name in _FILES):
         try:
