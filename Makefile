@@ -62,8 +62,8 @@ $(CLIENTS_STAMP): $(CLIENTS_LOCK) | $(STAMP)
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
-# Everything that a change must pass. Three processes for two cores, because tests with clusters often wait. They keep the
-# order of tests/shards.py, which lets few such files run at once. In xdist's order, files with few but long tests come last.
+# Everything that a change must pass. Three processes for two cores, because tests with clusters often wait. tests/shards.py
+# orders the files, so that few of those run at once; xdist would run files with few but long tests last.
 test: setup clients check
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
