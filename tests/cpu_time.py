@@ -4,7 +4,7 @@ import gc
 import time
 from types import TracebackType
 
-ITERATIONS = 100_000
+ITERATIONS = 2_000
 ITERATIONS_PER_S = 30e6
 """Iterations of `_loop_s` per second on the core for which tests state their limits.
 
@@ -16,8 +16,8 @@ class CpuTime:
     """Context manager that measures the CPU seconds of its body, without garbage collections.
 
     A collection looks at the objects of all tests in this process, which can take longer than the body.
-    A loop is timed before and after the body. If it is slower than `ITERATIONS_PER_S`, the seconds of the body
-    are reduced by the same factor, because shared machines are slower at some times.
+    A loop is timed before and after the body. If it is slower than `ITERATIONS_PER_S`, the seconds of the
+    body are reduced by the same factor, because shared machines are slower at some times.
     """
 
     spent_s = 0.0
