@@ -244,10 +244,23 @@ def test_steps_are_full_if_most_requests_are_late() -> None:
     assert budget_of(answers, late).num_tokens == CONFIG.max_num_batched_tokens
 
 
+def test_steps_become_fuller_with_the_share_of_late_requests() -> None:
+    """A worker near a single limit would alternate between two kinds of steps."""
+    answers = [answer(key, gap=2.6) for key in range(8)]
+    sizes = [
+        budget_of(answers, [prompt(9 + key, 4_000, waited_s=5.5) for key in range(num_late)]).num_tokens
+        for num_late in range(1, 20)
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == CONFIG.max_num_batched_tokens
+    assert len({size for size in sizes if sizes[0] < size < sizes[-1]}) >= 3
+
+
 def test_few_late_prompts_do_not_wait_for_ever() -> None:
     """Each counts once for each time of its target that it has waited."""
     answers = [answer(key, gap=2.6) for key in range(3)]
-    assert budget_of(answers, [prompt(9, 4_000, waited_s=20.0)]).num_tokens == CONFIG.max_num_batched_tokens
+    some, longer, longest = (budget_of(answers, [prompt(9, 4_000, waited_s=s)]).num_tokens for s in (6.0, 20.0, 40.0))
+    assert some < longer < longest == CONFIG.max_num_batched_tokens
 
 
 # SLOs

@@ -12,9 +12,10 @@ them:
   with an SLO has precedence over those with derived targets.
 - A request that can no longer meet its target is *late*. It takes no part in the balance, so it holds up
   nobody.
-- If more requests are late than on time, the worker is overloaded, and targets cannot help. Steps are then as
-  full as possible, which gives the highest throughput. Only SLOs of decodes are still kept. A late prompt
-  counts once for each time of its target that it has waited, so a few late prompts do not wait for ever.
+- If most requests are late, the worker is overloaded, and targets cannot help. Steps are then as full as
+  possible, which gives the highest throughput. Only SLOs of decodes are still kept. Between one third and two
+  thirds of late requests, steps become gradually fuller. A late prompt counts once for each time of its
+  target that it has waited, so a few late prompts do not wait for ever.
 
 The order of prompts does not change: by priority, then by arrival. `plan` is the only entry point that sizes
 a step. It is a pure function.
@@ -38,6 +39,10 @@ from baton.engine.state.sequence import EngineSequence
 EXPECTED_OUTPUT_SHARE = 0.25
 """A sequence that may end with an end-of-text token is expected to produce this share of a mean response.
 Slack is recovered in later tokens, so tokens that may not come are not counted. The value is an estimate."""
+
+FULLER_FROM, FULL_FROM = 0.35, 0.65
+"""Share of late requests from which steps become fuller than the balance asks, and from which they are as
+full as possible. With a single limit, a worker near it alternates between both kinds of steps."""
 
 PrefillPart = tuple[int, int]
 """(tokens to compute, tokens before them) of one prompt."""
@@ -86,20 +91,24 @@ def plan(
     step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding], tokens_per_step)
     queue = PromptQueue.of(prompts, step, now_s)
     answers, num_late = answers_on_time(decoding, step, now_s, mean_output_tokens, config.max_model_len)
-    is_overloaded = queue.late_weight + num_late > queue.num_on_time + len(decoding) - num_late
-    if is_overloaded:
-        answers = [answer for answer in answers if answer.gap.is_slo]
-    num_prefill_tokens = config.max_num_batched_tokens - len(decoding)
-    if decoding:
-        num_prefill_tokens = step.max_prefill_tokens(
-            allowed_share(queue, answers, step) if is_overloaded else prefill_share(queue, answers, step),
-            max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0),
-            at_most=num_prefill_tokens,
-        )
+    full_part = full_part_of(queue.late_weight + num_late, queue.num_on_time + len(decoding) - num_late)
+    slos = [answer for answer in answers if answer.gap.is_slo]
+    most_tokens = config.max_num_batched_tokens - len(decoding)
+    num_before = max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0)
+
+    def prefill_tokens(share: float) -> int:
+        return step.max_prefill_tokens(share, num_before, at_most=most_tokens)
+
+    balanced = full = most_tokens
+    if decoding and full_part < 1:
+        balanced = prefill_tokens(prefill_share(queue, answers, step))
+    if decoding and full_part > 0:
+        full = prefill_tokens(allowed_share(queue, slos, step))
+    limiting = answers if full_part < 1 else slos
     return StepBudget(
-        num_tokens=len(decoding) + num_prefill_tokens,
+        num_tokens=len(decoding) + round(balanced + full_part * (full - balanced)),
         num_late=queue.num_late + num_late,
-        target_step_s=min((answer.longest_step_s(step) for answer in answers), default=0.0),
+        target_step_s=min((answer.longest_step_s(step) for answer in limiting), default=0.0),
     )
 
 
@@ -288,6 +297,15 @@ def prefill_share(queue: PromptQueue, answers: Sequence[Answer], step: MixedStep
     slos = [prompt.needed_share(inf) for prompt in queue.on_time if prompt.ttft.is_slo]
     needed = max((share for share in slos if share <= 1), default=0.0)
     return max(most, min(needed, allowed_share(queue, (answer for answer in answers if answer.gap.is_slo), step)))
+
+
+def full_part_of(late: float, on_time: float) -> float:
+    """Return how far the step goes from the balanced one, 0, to one that is as full as possible, 1.
+
+    late: weight of the late requests. on_time: number of the others.
+    """
+    late_share = late / (late + on_time) if late else 0.0
+    return min(1.0, max(0.0, (late_share - FULLER_FROM) / (FULL_FROM - FULLER_FROM)))
 
 
 def record_token(seq: EngineSequence, now_s: float) -> None:

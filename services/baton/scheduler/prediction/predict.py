@@ -20,8 +20,9 @@ from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
 
 LATE_SHARE_SOME, LATE_SHARE_ALL = 0.35, 0.9
-"""Share of late requests from which a worker is predicted to make some of its steps as full as possible, and
-all of them. It does so above one half. From simulations of one worker near its limit, with four seeds."""
+"""Predicted share of late requests from which a worker is predicted to make its steps fuller, and as full as
+possible. The engine's limits are closer to each other, but the share changes until the answer begins. From
+simulations of one worker near its limit, with four seeds."""
 
 _TINY = 1e-9
 """Lower bound for divisors; below any horizon or compute time that matters."""
@@ -229,12 +230,11 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
 
 
 def overloaded_share(w: WorkerData[N], prompt: Prompt) -> N:
-    """Predict the share of steps that are as full as possible, because more requests are late than on time.
+    """Predict how far steps go from balanced ones, 0, to ones that are as full as possible, 1.
 
     This is the rule of the engine's step budget (`engine.scheduling.step_budget`), for queued prompts that
     are as long as this one, have waited as long before they were placed, and came evenly over the time of the
-    queue. Answers count as on time. Around the point where half of the requests are late, a worker changes
-    between both kinds of steps.
+    queue. Answers count as on time.
     """
     reported, num_tokens, least_s = w.reported, prompt.num_tokens, prompt.waited_s
     full_s = prefill_compute_s(w, num_tokens, 0.0) + _num_chunks(w, num_tokens) * reported.base_step_s
