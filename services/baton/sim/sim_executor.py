@@ -1,15 +1,17 @@
 """A simulated device. It takes virtual time, and its tokens depend on the actual content of its KV memory."""
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_bits import Bits, ids_of
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.executors.row_drawing import SampledRows, draw_rows, sampled_rows
-from baton.engine.kv_cache.checksum import KvCorrupted, extend, token_after
+from baton.engine.kv_cache.checksum import START, KvCorrupted, extend, token_after
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
 from baton.engine.state.step import (
@@ -21,6 +23,11 @@ from baton.engine.state.step import (
     certain_prompt,
 )
 from baton.sim.sim_memory import SimMemory, contents
+
+
+MAX_KNOWN_SEQS = 64
+"""Sequences whose expected slots are kept from step to step."""
+_NO_TOKENS = token_ids()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,28 @@ class SimStepCost:
     def step_s(self, plan: StepPlan) -> float:
         """Return how long the simulated step takes, in seconds."""
         return self.base_s + self.per_token_s * plan.num_tokens
+
+
+class _ExpectedSlots:
+    """Slot contents that follow from the tokens of sequences, without a look at the memory.
+
+    Those of a sequence's tokens are kept, so that its next step computes only those of the new ones.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, tuple[TokenIds, list[int]]] = OrderedDict()
+
+    def of(self, seq_id: int, tokens: TokenIds, num_final: int) -> list[int]:
+        """Return the contents [len(tokens)] of all slots. The tokens after the first `num_final` are drafts."""
+        before, slots = self._known.pop(seq_id, (_NO_TOKENS, []))
+        if tokens[: len(before)] != before:
+            before, slots = _NO_TOKENS, []
+        added = tokens[len(before) :]
+        slots = slots + (contents(added, slots[-1] if slots else START) if added else [])
+        self._known[seq_id] = tokens[:num_final], slots[:num_final]
+        if len(self._known) > MAX_KNOWN_SEQS:
+            self._known.popitem(last=False)
+        return slots
 
 
 class SimExecutor:
@@ -74,6 +103,7 @@ class SimExecutor:
         self._constraints = constraints or TokenConstraints(vocab_size=vocab_size, in_threads=False)
         self._step_queue = StepQueue()
         self._last = LastResult()
+        self._expected = _ExpectedSlots()
 
     @property
     def layout(self) -> KvLayout:
@@ -129,13 +159,19 @@ class SimExecutor:
 
     def _verify(self, rows: SampledRows) -> None:
         """Compare all visible slots of a sequence with its tokens, drafts included."""
-        sequence, history = rows.sequence, rows.requests[-1].tokens_before
-        expected, windows = contents(history), self._layout.windows.windows
-        for table, (blocks, window) in enumerate(zip(self._tables_of(sequence), windows, strict=True)):
-            for index in range(max(0, rows.requests[0].position - window) if window else 0, len(expected)):
-                if self.memory.slot(blocks, index) != expected[index] + table:
-                    self.num_corrupted += 1
-                    raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}, table {table}")
+        sequence, begins_at = rows.sequence, rows.requests[0].position
+        expected = self._expected.of(sequence.seq_id, rows.requests[-1].tokens_before, begins_at)
+        for table, (blocks, window) in enumerate(
+            zip(self._tables_of(sequence), self._layout.windows.windows, strict=True)
+        ):
+            begin = max(0, begins_at - window) if window else 0
+            found = self.memory.slots(blocks, begin, len(expected))
+            visible = [content + table for content in expected[begin:]] if table else expected[begin:]
+            if found != visible:
+                same = (one == other for one, other in zip(found, visible, strict=False))
+                index = begin + next((i for i, is_same in enumerate(same) if not is_same), len(found))
+                self.num_corrupted += 1
+                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}, table {table}")
 
     def _draw(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
         last = self.memory.slot(self._tables_of(sequence)[0], sample.position - 1)

@@ -11,9 +11,9 @@ from baton.engine.kv_cache.checksum import START, slots_of
 EMPTY = 0
 
 
-def contents(values: Iterable[int]) -> list[int]:
-    """Return the slot contents of a sequence of token ids."""
-    slots: list[int] = slots_of(token_ids(values)).tolist()
+def contents(values: Iterable[int], prefix: int = START) -> list[int]:
+    """Return the slot contents of token ids that follow a slot with content `prefix`."""
+    slots: list[int] = slots_of(token_ids(values), prefix).tolist()
     return slots
 
 
@@ -36,6 +36,13 @@ class SimMemory:
     def slot(self, block_table: tuple[int, ...], index: int) -> int:
         """Return the content of token position `index` of a sequence."""
         return self._blocks[block_table[index // self.block_size_tokens]][index % self.block_size_tokens]
+
+    def slots(self, block_table: tuple[int, ...], begin: int, end: int) -> list[int]:
+        """Return the contents of token positions `begin` to `end` of a sequence, fewer if the table ends earlier."""
+        size, slots = self.block_size_tokens, []
+        for block_id in block_table[begin // size : -(-end // size)]:
+            slots += self._blocks[block_id]
+        return slots[begin % size : begin % size + end - begin]
 
     def write_slot(self, block_table: tuple[int, ...], index: int, content: int) -> None:
         """Set the content of token position `index` of a sequence."""

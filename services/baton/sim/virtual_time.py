@@ -9,7 +9,7 @@ import heapq
 import selectors
 from collections import deque
 from collections.abc import Coroutine
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,10 @@ TURN_S = 1e-9
 Their times are rounded, so a timer may fire slightly before its time. Code that then waits for the rest must
 make progress.
 """
+TIMER_RESOLUTION_S = 1e-9
+"""Timers that are due within this time fire in the same turn."""
+MIN_TIMERS_TO_CLEAN = 100
+"""Cancelled timers are taken out of a longer queue once they are more than half of it."""
 
 
 class Deadlock(Exception):
@@ -45,18 +49,13 @@ class _HeldCallbacks:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
 
-class _JumpSelector(selectors.BaseSelector):
-    """A selector that never finds a ready file, and advances the clock by the timeout of each wait."""
+class _NoFiles(selectors.BaseSelector):
+    """A selector that asyncio can register its own pipe with. No file is ever ready."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        self.turn_s = 0.0
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise Deadlock(f"at {self.now_s:.6f} s all tasks wait and no timer is left")
-        self.now_s += max(self.turn_s, timeout)
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -73,50 +72,133 @@ class _JumpSelector(selectors.BaseSelector):
         self._keys.clear()
 
 
+class _Timer(asyncio.TimerHandle):
+    """A timer without asyncio's debug information. Creation, comparison and cancellation take half the time."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float, callback: Any, args: Any, loop: "VirtualTimeLoop", context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+        self._when = when
+        self._scheduled = True
+
+    def __lt__(self, other: Any) -> bool:
+        is_earlier: bool = self._when < other._when
+        return is_earlier
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._loop._timer_handle_cancelled(self)
+            self._cancelled = True
+            self._callback = self._args = None
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Event loop with a virtual clock, which starts at 0 and advances only when no callback is ready.
 
-    Threads, sockets and subprocesses cannot be used.
+    Threads, sockets and subprocesses cannot be used. It has no debug mode.
     """
 
-    _ready: "deque[asyncio.Handle]"  # both are attributes of asyncio's BaseEventLoop
+    _ready: "deque[asyncio.Handle]"  # these are attributes of asyncio's BaseEventLoop
     _scheduled: list[asyncio.TimerHandle]
+    _timer_cancelled_count: int
+    _stopping: bool
+    _closed: bool
 
     def __init__(self) -> None:
-        self._jumps = _JumpSelector()
+        self._now_s = 0.0
+        self._turn_s = 0.0
         self._clocks: dict[str, ProcessClock] = {}
         self._paused: dict[str, _HeldCallbacks] = {}
-        super().__init__(self._jumps)
-        self._clock_resolution = 1e-9
+        super().__init__(_NoFiles())
 
     def time(self) -> float:
-        clock = self._clocks.get(PROCESS.get()) if self._clocks else None
-        return self._jumps.now_s if clock is None else clock.base_s + clock.rate * self._jumps.now_s
+        clock = self._clocks.get(PROCESS.get())
+        return self._now_s if clock is None else clock.base_s + clock.rate * self._now_s
 
     @property
     def now_s(self) -> float:
         """Time of the simulation, in whatever process this is called."""
-        return self._jumps.now_s
+        return self._now_s
+
+    def advance(self, by_s: float) -> None:
+        """Move the clock forward."""
+        self._now_s += by_s
 
     def call_at(  # type: ignore[override]  # the arguments are those of any callback
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        clock = self._clocks.get(PROCESS.get()) if self._clocks else None
+        clock = self._clocks.get(PROCESS.get())
         if clock is not None:
             when = (when - clock.base_s) / clock.rate
-        return super().call_at(when, callback, *args, context=context)
+        return self._add_timer(when, callback, args, context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        clock = self._clocks.get(PROCESS.get())
+        if clock is None:
+            when = self._now_s + delay
+        else:  # rounded as `call_at(time() + delay)`
+            when = (clock.base_s + clock.rate * self._now_s + delay - clock.base_s) / clock.rate
+        return self._add_timer(when, callback, args, context)
+
+    def _add_timer(self, when: float, callback: Any, args: Any, context: Context | None) -> asyncio.TimerHandle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        timer = _Timer(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)
+        return timer
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        handle = asyncio.Handle(callback, args, self, context)
         if self._paused:
-            process = PROCESS.get() if context is None else context.get(PROCESS, "")
-            held = self._paused.get(process)
+            held = self._paused.get(_process_of(handle))
             if held is not None:
-                handle = asyncio.Handle(callback, args, self, context)
                 held.ready.append(handle)
                 return handle
-        return super().call_soon(callback, *args, context=context)
+        self._ready.append(handle)
+        return handle
+
+    def _run_once(self) -> None:
+        """Run the callbacks that are ready. If there are none, advance the clock to the next timer.
+
+        This is asyncio's turn of a loop without its wait for files. Timers of the same time fire in the order
+        in which asyncio's heap has them.
+        """
+        scheduled, ready = self._scheduled, self._ready
+        if len(scheduled) > MIN_TIMERS_TO_CLEAN and self._timer_cancelled_count > len(scheduled) / 2:
+            scheduled[:] = [timer for timer in scheduled if not timer._cancelled]  # type: ignore[attr-defined]
+            heapq.heapify(scheduled)
+            self._timer_cancelled_count = 0
+        while scheduled and scheduled[0]._cancelled:  # type: ignore[attr-defined]
+            self._timer_cancelled_count -= 1
+            heapq.heappop(scheduled)
+        if ready or self._stopping:
+            self.advance(self._turn_s)
+        elif scheduled:
+            self.advance(max(self._turn_s, scheduled[0]._when - self._now_s))  # type: ignore[attr-defined]
+        else:
+            raise Deadlock(f"at {self._now_s:.6f} s all tasks wait and no timer is left")
+        end_s = self._now_s + TIMER_RESOLUTION_S
+        while scheduled and scheduled[0]._when < end_s:  # type: ignore[attr-defined]
+            timer = heapq.heappop(scheduled)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle: Any = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func!r} would run in a thread, which virtual time does not support")
@@ -125,7 +207,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def set_clock(self, process: str, clock: ProcessClock) -> None:
         """Give a process its own clock, before it runs."""
-        self._jumps.turn_s = TURN_S
+        self._turn_s = TURN_S
         self._clocks[process] = clock
 
     def jump_clock(self, process: str, by_s: float) -> None:
