@@ -4,17 +4,23 @@ The number is a checksum of all tokens up to this one. So a wrong block is detec
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from baton.core.kv.block_hash import token_ids
-from baton.engine.kv_cache.checksum import START, slots_of
+from baton.engine.kv_cache.checksum import START, extend, slots_of
 
 EMPTY = 0
+MAX_LOOP_TOKENS = 16
+"""numpy is faster for more tokens."""
 
 
 def contents(values: Iterable[int], prefix: int = START) -> list[int]:
     """Return the slot contents of token ids that follow a slot with content `prefix`."""
-    slots: list[int] = slots_of(token_ids(values), prefix).tolist()
-    return slots
+    tokens = token_ids(values)
+    if len(tokens) > MAX_LOOP_TOKENS:
+        slots: list[int] = slots_of(tokens, prefix).tolist()
+        return slots
+    return list(accumulate(tokens, extend, initial=prefix))[1:]
 
 
 class SimMemory:
