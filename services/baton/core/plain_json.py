@@ -20,9 +20,18 @@ EXACT_INT_MAX = 2**53
 
 T = TypeVar("T")
 
+_AS_THEY_ARE = frozenset((types.NoneType, bool, str))
+_known_fields: dict[type, tuple[str, ...]] = {}
+"""Fields of the dataclasses that were converted before. The look-up is faster than the tests for other types."""
+
 
 def to_plain(value: object) -> Any:
     """Convert a value to JSON-compatible types. Raises TypeError if its type is not supported."""
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind in _known_fields:
+        return {name: to_plain(getattr(value, name)) for name in _known_fields[kind]}
     match value:
         case None | bool() | str():
             return value
@@ -39,7 +48,8 @@ def to_plain(value: object) -> Any:
         case Mapping():
             return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: to_plain(getattr(value, name)) for name in _hints(type(value))}
+        _known_fields[kind] = tuple(_hints(kind))
+        return {name: to_plain(getattr(value, name)) for name in _known_fields[kind]}
     raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
