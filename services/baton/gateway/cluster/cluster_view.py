@@ -6,6 +6,7 @@ While no scheduler answers, the last known state of the workers stays in use.
 from collections import Counter
 from collections.abc import Callable, Set
 from hashlib import blake2b
+from operator import is_
 
 from baton.core.client_api import ProcessInfo
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
@@ -29,6 +30,8 @@ class ClusterView:
         self.scheduler: ProcessInfo | None = None
         """The scheduler whose stream is watched; None if none answers."""
         self.reports: tuple[WorkerReport, ...] = ()
+        self._layouts: list[KvLayout] = []
+        self._fingerprint = ""
         self.layout: KvLayout | None = None
         """The most common KV layout among the model's workers; None until one has reported."""
         self.model_limits = ModelLimits(max_model_len=model_max_len, max_num_seqs=None)
@@ -43,12 +46,16 @@ class ClusterView:
         self.reports = update.reports
         reports = [report for report in update.reports if report.model == self._model]
         if reports:
+            layouts = [report.layout for report in reports]
+            if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
+                self._layouts = layouts
+                self.layout = Counter(layouts).most_common(1)[0][0]
+                self._fingerprint = _fingerprint({layout.model_fingerprint for layout in layouts})
             self.model_limits = ModelLimits(
                 max_model_len=min(report.max_model_len for report in reports),
                 max_num_seqs=max(report.max_num_seqs for report in reports),
-                fingerprint=_fingerprint({report.layout.model_fingerprint for report in reports}),
+                fingerprint=self._fingerprint,
             )
-            self.layout = Counter(report.layout for report in reports).most_common(1)[0][0]
         self._changed()
 
     def scheduler_lost(self) -> None:

@@ -1,6 +1,5 @@
 """Computes the numbers of one worker from the scheduler's view of it."""
 
-from dataclasses import replace
 from math import ceil, inf
 
 from baton.core.cluster.cluster_snapshot import WorkerView
@@ -66,18 +65,16 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
         return reported
     prefill_factor = costs.mixed_factor if decoding_seqs else costs.prefill_factor
     decode_s = costs.decode_seq_s * decoding_seqs + costs.decode_context_s * decoding_context_tokens
-    return replace(
-        reported,
-        cost_source=MEASURED_COSTS,
-        mixed_decode_s=decode_s * prefill_factor,
-        base_step_s=costs.step_s * prefill_factor,
-        prefill_token_s=costs.prefill_token_s * prefill_factor,
-        prefill_attended_s=costs.prefill_attended_s * prefill_factor,
-        decode_step_s=costs.step_s * costs.decode_factor,
-        decode_seq_s=costs.decode_seq_s * costs.decode_factor,
-        decode_context_s=costs.decode_context_s * costs.decode_factor,
-        mixed_to_decode_ratio=prefill_factor / costs.decode_factor,
-    )
+    reported.cost_source = MEASURED_COSTS
+    reported.mixed_decode_s = decode_s * prefill_factor
+    reported.base_step_s = costs.step_s * prefill_factor
+    reported.prefill_token_s = costs.prefill_token_s * prefill_factor
+    reported.prefill_attended_s = costs.prefill_attended_s * prefill_factor
+    reported.decode_step_s = costs.step_s * costs.decode_factor
+    reported.decode_seq_s = costs.decode_seq_s * costs.decode_factor
+    reported.decode_context_s = costs.decode_context_s * costs.decode_factor
+    reported.mixed_to_decode_ratio = prefill_factor / costs.decode_factor
+    return reported
 
 
 def reserved_state(view: WorkerView) -> ReservedState[float]:

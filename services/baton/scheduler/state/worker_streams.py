@@ -99,7 +99,7 @@ class WorkerStreams:
         self._streams: dict[WorkerRef, Duplex[WorkerCommand, WorkerReport]] = {}
         self._state_changed = asyncio.Event()
         self._ids_with_metrics: set[str] = set()
-        self._num_workers: Counter[tuple[str, str]] = Counter()  # by role and state, as in the metric
+        self._kinds: list[tuple[WorkerRole, WorkerState]] = []  # of the workers in the metric
         self._settled_s = 0.0
         self.expect_reports()
 
@@ -188,12 +188,12 @@ class WorkerStreams:
 
     def _publish_state(self) -> None:
         reports = self._state.reports()
-        num_workers = Counter((r.role.value, r.state.value) for r in reports)
-        if num_workers != self._num_workers:
-            self._num_workers = num_workers
+        kinds = [(report.role, report.state) for report in reports]
+        if kinds != self._kinds:
+            self._kinds = kinds
             self._metrics.workers.clear()
-            for (role, state), number in num_workers.items():
-                self._metrics.workers.labels(role, state).set(number)
+            for (role, state), number in Counter(kinds).items():
+                self._metrics.workers.labels(role.value, state.value).set(number)
         self._watch_streams.update(reports)
         self._state_changed.set()
 

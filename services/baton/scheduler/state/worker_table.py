@@ -180,7 +180,7 @@ class WorkerTableBuilder:
         self._reported: list[ReportedState[float]] = []
         self._numbers = np.zeros((_NUM_FIELDS, len(views)))
         for i, view in enumerate(views):
-            self._reported.append(self._reported_of(view, best_s_per_byte(view.report.links)))
+            self._reported.append(reported_state(view, self._kv_group_of(view), best_s_per_byte(view.report.links)))
             _write(self._numbers, i, self._reported[i], reserved_state(view))
         self._links = LinkArrays(views, self._index)
 
@@ -201,7 +201,11 @@ class WorkerTableBuilder:
             link_s_per_byte = (
                 self._reported[i].default_link_s_per_byte if same_links else best_s_per_byte(view.report.links)
             )
-            self._reported[i] = self._reported_of(view, link_s_per_byte)
+            if view.report.layout is before.report.layout and view.report.model == before.report.model:
+                kv_group = int(self._reported[i].kv_group)
+            else:
+                kv_group = self._kv_group_of(view)
+            self._reported[i] = reported_state(view, kv_group, link_s_per_byte)
             _write(self._numbers, i, self._reported[i], reserved_state(view))
         self._links.update(i, view, before)
         self._views[i] = view
@@ -210,9 +214,8 @@ class WorkerTableBuilder:
         """Return the current numbers. Later updates do not change them."""
         return WorkerTable(tuple(self._views), self._index, tuple(self._kv_groups), self._numbers.copy(), self._links)
 
-    def _reported_of(self, view: WorkerView, link_s_per_byte: float) -> ReportedState[float]:
-        kv_group = KvGroup(view.report.model, view.report.layout)
-        return reported_state(view, self._kv_groups.setdefault(kv_group, len(self._kv_groups)), link_s_per_byte)
+    def _kv_group_of(self, view: WorkerView) -> int:
+        return self._kv_groups.setdefault(KvGroup(view.report.model, view.report.layout), len(self._kv_groups))
 
 
 def _write(numbers: Floats, i: int, reported: ReportedState[float], reserved: ReservedState[float]) -> None:
