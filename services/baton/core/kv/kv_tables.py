@@ -141,6 +141,8 @@ class TableWindows:
 
         at_most: longest block table of interest. Tables with a window limit no length, if they fit at all.
         """
+        if not self.has_windows:
+            return min(at_most, num_blocks // self.num_tables)
         length, left = 0, num_blocks
         most = sorted(min(at_most, self._most_in_view(window, chunk_tokens) or at_most) for window in self.windows)
         for num_capped, own_most in enumerate(most):

@@ -84,9 +84,9 @@ def plan(
     tokens_per_step: tokens that drafts give a decoding sequence in the time of a step without them; at least
         1.
     """
-    if costs is None:
-        return StepBudget(num_tokens=config.max_num_batched_tokens)
     seqs = list(running)
+    if costs is None or not (seqs or prompts):
+        return StepBudget(num_tokens=config.max_num_batched_tokens)
     decoding = [seq for seq in seqs if seq.num_uncomputed_tokens == 1]
     step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding], tokens_per_step)
     queue = PromptQueue.of(prompts, step, now_s)

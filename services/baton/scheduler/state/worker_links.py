@@ -37,9 +37,11 @@ class LinkArrays:
         for i, view in enumerate(views):
             self._fill(i, view)
 
-    def update(self, i: int, view: WorkerView, before: WorkerView) -> None:
-        """Take over a newer view of the reader at position `i`."""
-        same_links = view.report.links is before.report.links or not (view.report.links or before.report.links)
+    def update(self, i: int, view: WorkerView, before: WorkerView, *, same_links: bool) -> None:
+        """Take over a newer view of the reader at position `i`.
+
+        same_links: the reports of both views have equal links.
+        """
         if same_links and view.reserved_link_bytes == before.reserved_link_bytes:
             return
         self.version += 1

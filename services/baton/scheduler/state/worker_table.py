@@ -192,12 +192,12 @@ class WorkerTableBuilder:
         """
         i = self._index[view.worker_id]
         before = self._views[i]
+        same_links = view.report.links == before.report.links
         if view.report is before.report:
             reserved = reserved_state(view)
             derived = derived_state(self._reported[i], reserved)
             self._numbers[_NUM_REPORTED:, i] = _reserved_values(reserved) + _derived_values(derived)
         else:
-            same_links = view.report.links is before.report.links
             link_s_per_byte = (
                 self._reported[i].default_link_s_per_byte if same_links else best_s_per_byte(view.report.links)
             )
@@ -207,7 +207,7 @@ class WorkerTableBuilder:
                 kv_group = self._kv_group_of(view)
             self._reported[i] = reported_state(view, kv_group, link_s_per_byte)
             _write(self._numbers, i, self._reported[i], reserved_state(view))
-        self._links.update(i, view, before)
+        self._links.update(i, view, before, same_links=same_links)
         self._views[i] = view
 
     def table(self) -> WorkerTable:
