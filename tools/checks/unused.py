@@ -25,6 +25,7 @@ USED_ELSEWHERE: Mapping[str, str] = {
     "on_url": "httptools calls it",
     **dict.fromkeys(("send_400_response", "capture_signals"), "uvicorn calls it; overrides a method"),
     "get_map": "asyncio calls it; method of a selector",
+    "_run_once": "asyncio calls it; overrides a method of the event loop",
     "InferenceClient": "client of the public gRPC API, for programs that use Baton as a library",
     "handleError": "overrides a method of the standard library",
     "repeat_decision": "repeats a stored decision record, for analysis",

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 _AS_THEY_ARE = frozenset((types.NoneType, bool, str))
 _known_fields: dict[type, tuple[str, ...]] = {}
-"""Fields of the dataclasses that were converted before. The look-up is faster than the tests for other types."""
+"""Fields of the dataclasses that were converted before. That is faster than the tests for other types."""
 
 
 def to_plain(value: object) -> Any:
     """Convert a value to JSON-compatible types. Raises TypeError if its type is not supported."""
-    kind = type(value)
+    kind: type = type(value)
     if kind in _AS_THEY_ARE:
         return value
     if kind in _known_fields:

@@ -24,7 +24,6 @@ from baton.engine.state.step import (
 )
 from baton.sim.sim_memory import SimMemory, contents
 
-
 MAX_KNOWN_SEQS = 64
 """Sequences whose expected slots are kept from step to step."""
 _NO_TOKENS = token_ids()
@@ -64,7 +63,7 @@ class _ExpectedSlots:
         self._known: OrderedDict[int, tuple[TokenIds, list[int]]] = OrderedDict()
 
     def of(self, seq_id: int, tokens: TokenIds, num_final: int) -> list[int]:
-        """Return the contents [len(tokens)] of all slots. The tokens after the first `num_final` are drafts."""
+        """Return the contents [len(tokens)] of all slots. Tokens after the first `num_final` are drafts."""
         before, slots = self._known.pop(seq_id, (_NO_TOKENS, []))
         if tokens[: len(before)] != before:
             before, slots = _NO_TOKENS, []

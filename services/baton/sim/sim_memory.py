@@ -44,7 +44,7 @@ class SimMemory:
         return self._blocks[block_table[index // self.block_size_tokens]][index % self.block_size_tokens]
 
     def slots(self, block_table: tuple[int, ...], begin: int, end: int) -> list[int]:
-        """Return the contents of token positions `begin` to `end` of a sequence, fewer if the table ends earlier."""
+        """Return the contents of token positions `begin` to `end` of a sequence, maybe fewer."""
         size, slots = self.block_size_tokens, []
         for block_id in block_table[begin // size : -(-end // size)]:
             slots += self._blocks[block_id]
