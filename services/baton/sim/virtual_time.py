@@ -114,6 +114,17 @@ class _Timer(asyncio.TimerHandle):
             self._callback, self._args = None, ()
 
 
+class _Task(asyncio.Task[Any]):
+    """A task whose place in a set does not depend on its address, as in the set that a TaskGroup cancels."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], *, loop: "VirtualTimeLoop", **options: Any) -> None:
+        self._number = loop.next_task_number()  # first: the task is put into a set of all tasks
+        super().__init__(coro, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Event loop with a virtual clock, which starts at 0 and advances only when no callback is ready.
 
@@ -131,7 +142,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._turn_s = 0.0
         self._clocks: dict[str, ProcessClock] = {}
         self._paused: dict[str, _HeldCallbacks] = {}
+        self._num_tasks = 0
         super().__init__(_NoFiles())
+        self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=self, **options))
 
     def time(self) -> float:
         clock = self._clocks.get(PROCESS.get())
@@ -141,6 +154,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def now_s(self) -> float:
         """Time of the simulation, in whatever process this is called."""
         return self._now_s
+
+    def next_task_number(self) -> int:
+        """Return the number of a new task."""
+        self._num_tasks += 1
+        return self._num_tasks
 
     def advance(self, by_s: float) -> None:
         """Move the clock forward."""

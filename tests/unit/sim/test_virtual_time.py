@@ -1,6 +1,7 @@
 """The clock jumps, timers keep their order, and a run that can never end says so."""
 
 import asyncio
+import random
 import time
 from collections.abc import Coroutine
 from contextvars import copy_context
@@ -51,6 +52,36 @@ def test_timeouts_work_under_virtual_time() -> None:
         return asyncio.get_running_loop().time()
 
     assert virtual_time.run(main()) == pytest.approx(5)
+
+
+@pytest.mark.parametrize("num_tasks", [3, 40])
+def test_tasks_of_a_group_are_cancelled_in_the_same_order_in_each_run(num_tasks: int) -> None:
+    """A set of objects has the order of their addresses, which memory that is in use changes."""
+
+    async def main() -> list[int]:
+        ended: list[int] = []
+
+        async def wait(number: int) -> None:
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                ended.append(number)
+
+        async def fail() -> None:
+            async with asyncio.TaskGroup() as group:
+                for number in range(num_tasks):
+                    occupied.append([bytearray(random.randrange(1, 2000)) for _ in range(random.randrange(9))])
+                    group.create_task(wait(number))
+                await asyncio.sleep(1.0)
+                raise ValueError("ends the group")
+
+        with pytest.raises(ExceptionGroup):
+            await fail()
+        return ended
+
+    occupied: list[list[bytearray]] = []
+    orders = {tuple(virtual_time.run(main())) for _ in range(20)}
+    assert len(orders) == 1
 
 
 def test_waiting_for_nothing_is_a_deadlock_not_a_hang() -> None:
