@@ -2,7 +2,8 @@
 processes.
 
 The root file system contains this machine's /usr and this Python at their own paths, instead of those of an
-image.
+image. The cache of each pod has the compiled CPU kernels from the start. Otherwise every new worker would
+compile them, which takes minutes if all of them do it on one machine.
 """
 
 import shlex
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 
 import baton
+from baton.model.kernels.cpu import kernel_build
 from baton.runtime.process.process import with_parent_death_signal
 from baton.store.redis.private_redis import find_server
 from tests.deploy.rehearsal.pods import Container, Files, Pod, Scratch
@@ -25,6 +27,7 @@ from tests.netns import Netns, tool
 START_S = 10.0
 MACHINES_TOOLS = ("setpriv", "pivot_root")
 _OF_THIS_MACHINE = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_CACHE = "/var/cache/baton"
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 
 
@@ -167,7 +170,12 @@ class Machine:
     def _mounted(self, volume: Files | Scratch) -> list[str]:
         place = _quoted(f".{volume.path}")
         if isinstance(volume, Scratch):
-            return [f"mkdir -p {place}", f"mount -t tmpfs -o mode=1777,size={volume.max_bytes} tmpfs {place}"]
+            lines = [f"mkdir -p {place}", f"mount -t tmpfs -o mode=1777,size={volume.max_bytes} tmpfs {place}"]
+            if volume.path == _CACHE:
+                own, owner = f"{place}/baton", f"{self.pod.user}:{self.pod.group}"
+                lines += [f"mkdir -p {own}/kernels", f"cp {_quoted(kernel_build.build())} {own}/kernels"]
+                lines += [f"chown --recursive {owner} {own}"]
+            return lines
         directory = self.directory / "volumes" / volume.path.strip("/").replace("/", "-")
         directory.mkdir(parents=True)
         for name, content in volume.contents.items():
