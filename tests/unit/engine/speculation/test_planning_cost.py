@@ -1,6 +1,5 @@
 """CPU time that drafts add to a step of many sequences, in the thread that plans it."""
 
-import time
 from collections.abc import Callable
 from random import Random
 
@@ -10,6 +9,7 @@ from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.speculation.modes import open_speculation
 from baton.engine.state.sequence import EngineSequence
 from tests.builders import sequence_request
+from tests.cpu_time import CpuTime
 
 NUM_SEQS, NUM_STEPS = 32, 60
 LIMIT_S = 100e-6
@@ -44,12 +44,12 @@ def planning_s(num_prompt_tokens: int, next_token: Callable[[EngineSequence, int
         for seq in seqs:
             seq.append(next_token(seq, number))
             seq.num_computed_tokens += 1
-        began_s = time.thread_time()
-        for seq in seqs:
-            speculation.observe(seq, 1, ())
-        work = StepWork.of((), [seq.num_computed_tokens for seq in seqs])
-        speculation.choose(seqs, work, COSTS, max_drafts=64, max_model_len=100_000)
-        took_s.append(time.thread_time() - began_s)
+        with CpuTime() as cpu:
+            for seq in seqs:
+                speculation.observe(seq, 1, ())
+            work = StepWork.of((), [seq.num_computed_tokens for seq in seqs])
+            speculation.choose(seqs, work, COSTS, max_drafts=64, max_model_len=100_000)
+        took_s.append(cpu.spent_s)
     return sorted(took_s)[len(took_s) // 2]
 
 
