@@ -7,7 +7,7 @@ with some probability. The numbers are chosen that give most tokens per second.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from typing import NamedTuple
+from typing import TypeAlias
 
 from baton.core.step_cost import StepCostModel, StepKind, StepWork
 
@@ -18,15 +18,9 @@ ASSUMED_DRAFT_SHARE = 1 / 16
 """Share of a step that a draft token costs while costs are unknown."""
 
 
-class DraftCandidate(NamedTuple):
-    """A draft that a step may verify in part.
-
-    rate: probability that a token is right if all before it are.
-    max_tokens: most tokens of it that may be verified.
-    """
-
-    rate: float
-    max_tokens: int
+DraftCandidate: TypeAlias = tuple[float, int]
+"""A draft that a step may verify in part: the probability that a token is right if all before it are, and the
+most tokens of it that may be verified. A plain tuple, because a step of many sequences makes many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +78,20 @@ def choose_lengths(
     gives more tokens per second than the step has so far.
     """
     lengths = [0] * len(candidates)
-    heap = [(-one.rate, index) for index, one in enumerate(candidates) if one.max_tokens and one.rate > 0]
+    heap = [(-rate, index) for index, (rate, max_tokens) in enumerate(candidates) if max_tokens and rate > 0]
     heapify(heap)
-    num_tokens, step_s, num_left = float(num_decoding), times.verifying_s, max_drafts
+    num_tokens, step_s, num_left, draft_s = float(num_decoding), times.verifying_s, max_drafts, times.draft_s
     while heap and num_left:
-        gain, index = -heap[0][0], heap[0][1]
-        if gain * step_s <= num_tokens * times.draft_s:
+        negative_gain, index = heap[0]
+        if -negative_gain * step_s <= num_tokens * draft_s:
             break
-        num_tokens += gain
-        step_s += times.draft_s
+        num_tokens -= negative_gain
+        step_s += draft_s
         num_left -= 1
-        lengths[index] += 1
-        if lengths[index] < candidates[index].max_tokens:
-            heapreplace(heap, (-gain * candidates[index].rate, index))
+        length = lengths[index] = lengths[index] + 1
+        rate, max_tokens = candidates[index]
+        if length < max_tokens:
+            heapreplace(heap, (negative_gain * rate, index))
         else:
             heappop(heap)
     if num_left == max_drafts or num_tokens * times.plain_s < MIN_GAIN * num_decoding * step_s:

@@ -213,5 +213,5 @@ class Speculation:
             if most > 0 and len(seq.sample_indices) == 1:
                 keys.append(seq.key)
                 tokens.append(draft)
-                candidates.append(DraftCandidate(rate, min(len(draft), most)))
+                candidates.append((rate, min(len(draft), most)))
         return keys, tokens, candidates

@@ -19,7 +19,7 @@ def tokens_per_s(
     candidates: list[DraftCandidate], lengths: tuple[int, ...], num_decoding: int, times: StepTimes
 ) -> float:
     num_tokens = num_decoding + sum(
-        one.rate ** (n + 1) for one, length in zip(candidates, lengths, strict=True) for n in range(length)
+        rate ** (n + 1) for (rate, _), length in zip(candidates, lengths, strict=True) for n in range(length)
     )
     return num_tokens / (times.verifying_s + sum(lengths) * times.draft_s if any(lengths) else times.plain_s)
 
@@ -27,14 +27,12 @@ def tokens_per_s(
 @pytest.mark.parametrize("seed", range(40))
 def test_choice_gives_most_tokens_per_second(seed: int) -> None:
     rng = Random(seed)
-    candidates = [
-        DraftCandidate(rng.choice((0.0, 0.2, 0.5, 0.8, 0.95, 1.0)), rng.randint(0, 3)) for _ in range(rng.randint(1, 4))
-    ]
+    candidates = [(rng.choice((0.0, 0.2, 0.5, 0.8, 0.95, 1.0)), rng.randint(0, 3)) for _ in range(rng.randint(1, 4))]
     num_decoding, max_drafts = len(candidates) + rng.randint(0, 2), rng.randint(0, 8)
     plain_s = 0.01
     times = StepTimes(plain_s, plain_s * rng.choice((1.0, 1.3)), plain_s * rng.choice((0.0, 0.02, 0.1, 0.5)))
     choice = choose_lengths(candidates, num_decoding, times, max_drafts)
-    every = product(*(range(one.max_tokens + 1) for one in candidates))
+    every = product(*(range(max_tokens + 1) for _, max_tokens in candidates))
     best = max(tokens_per_s(candidates, each, num_decoding, times) for each in every if sum(each) <= max_drafts)
     found = tokens_per_s(candidates, choice.lengths, num_decoding, times)
     plain = num_decoding / plain_s
@@ -47,12 +45,12 @@ def test_choice_gives_most_tokens_per_second(seed: int) -> None:
 @pytest.mark.parametrize(("rate", "least", "most"), [(0.98, 15, 15), (0.7, 3, 9), (0.03, 0, 0)])
 def test_more_drafts_are_verified_the_more_are_right(rate: float, least: int, most: int) -> None:
     times = StepTimes.of(StepWork.of((), [500]), COSTS)
-    (length,) = choose_lengths([DraftCandidate(rate, 15)], 1, times, 64).lengths
+    (length,) = choose_lengths([(rate, 15)], 1, times, 64).lengths
     assert least <= length <= most
 
 
 def test_expensive_drafts_and_slow_verification_are_not_verified() -> None:
-    work, candidate = StepWork.of((), [500]), DraftCandidate(0.6, 15)
+    work, candidate = StepWork.of((), [500]), (0.6, 15)
     expensive = replace(COSTS, draft_token_s=0.02)
     assert choose_lengths([candidate], 1, StepTimes.of(work, expensive), 64).lengths == (0,)
     slow = replace(COSTS, verify_factor=3.0)
@@ -67,7 +65,7 @@ def test_draft_tokens_that_were_not_measured_cost_as_much_as_sequences() -> None
 
 def test_drafts_go_to_the_sequences_that_use_them_best() -> None:
     times = StepTimes.of(StepWork.of((), [500] * 3), COSTS)
-    candidates = [DraftCandidate(rate, 15) for rate in (0.3, 0.95, 0.6)]
+    candidates = [(rate, 15) for rate in (0.3, 0.95, 0.6)]
     assert choose_lengths(candidates, 3, times, 4).lengths == (0, 4, 0)
 
 
