@@ -496,13 +496,14 @@ class HeldGrammars:
     """Lets the masks of grammars wait until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.may_compute = threading.Event()
+        self.may_compute, self.has_begun = threading.Event(), threading.Event()
         self.held: set[CompiledGrammar] = set()
         self.num_threads = 0
 
         def compute(compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor) -> None:
             if compiled in self.held:
                 self.num_threads += 1
+                self.has_begun.set()
                 assert self.may_compute.wait(60)
             compute_masks(compiled, tasks, executor)
 
@@ -526,6 +527,7 @@ def test_slow_grammars_defer_only_their_own_rows(monkeypatch: pytest.MonkeyPatch
     assert masks.rows == (1, 2)
     more = [(10 + number, request(slow, [X])) for number in range(8)]
     own.masks([*rows, *more])
+    assert holding.has_begun.wait(60)
     assert holding.num_threads == 1  # for both grammars and all sequences
     holding.may_compute.set()
     masks = masks_of_all(own, rows)
