@@ -20,21 +20,16 @@ EXACT_INT_MAX = 2**53
 
 T = TypeVar("T")
 
-_AS_THEY_ARE = frozenset((types.NoneType, bool, str))
-_known_fields: dict[type, tuple[str, ...]] = {}
-"""Fields of the dataclasses that were converted before. That is faster than the tests for other types."""
-
 
 def to_plain(value: object) -> Any:
     """Convert a value to JSON-compatible types. Raises TypeError if its type is not supported."""
-    kind: type = type(value)
-    if kind in _AS_THEY_ARE:
+    if value is None or isinstance(value, (str, bool)):
         return value
-    if kind in _known_fields:
-        return {name: to_plain(getattr(value, name)) for name in _known_fields[kind]}
+    kind: type = type(value)
+    names = _field_names(kind)  # most other values are dataclasses, and the patterns below take longer
+    if names is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
     match value:
-        case None | bool() | str():
-            return value
         case Enum():
             return _enum_text(value)
         case int():
@@ -47,10 +42,7 @@ def to_plain(value: object) -> Any:
             return [to_plain(item) for item in value]
         case Mapping():
             return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        _known_fields[kind] = tuple(_hints(kind))
-        return {name: to_plain(getattr(value, name)) for name in _known_fields[kind]}
-    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
+    raise TypeError(f"{kind.__name__} cannot be converted to JSON")
 
 
 def from_plain(kind: type[T], plain: object) -> T:
@@ -62,6 +54,12 @@ def from_plain(kind: type[T], plain: object) -> T:
 
 def _enum_text(member: Enum) -> str:
     return member.value if isinstance(member.value, str) else member.name
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass that are converted; None for another type."""
+    return tuple(_hints(kind)) if is_dataclass(kind) else None
 
 
 @cache

@@ -67,6 +67,17 @@ def test_last_view_stays_when_the_scheduler_is_lost() -> None:
     assert seen.model_limits.max_model_len == 200  # report of the missing workers
 
 
+def test_layout_and_fingerprint_follow_the_reports() -> None:
+    seen = view(report("h0", "hybrid"), report("h1", "hybrid"))
+    before = seen.model_limits.fingerprint
+    other = replace(LAYOUT, model_fingerprint="another")
+    seen.update(ClusterUpdate(scheduler_id="s", reports=(report("h0", "hybrid"), report("h1", "hybrid", layout=other))))
+    both = seen.model_limits.fingerprint
+    seen.update(ClusterUpdate(scheduler_id="s", reports=(report("h0", "hybrid", layout=other),)))
+    assert seen.layout == other
+    assert len({before, both, seen.model_limits.fingerprint}) == 3
+
+
 def test_model_length_is_that_of_the_model_until_a_worker_reports() -> None:
     cluster_view = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
     assert cluster_view.model_limits.max_model_len == 500

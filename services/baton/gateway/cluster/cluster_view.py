@@ -6,7 +6,6 @@ While no scheduler answers, the last known state of the workers stays in use.
 from collections import Counter
 from collections.abc import Callable, Set
 from hashlib import blake2b
-from operator import is_
 
 from baton.core.client_api import ProcessInfo
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
@@ -47,7 +46,7 @@ class ClusterView:
         reports = [report for report in update.reports if report.model == self._model]
         if reports:
             layouts = [report.layout for report in reports]
-            if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
+            if layouts != self._layouts:  # mostly equal, and hashing them takes longer
                 self._layouts = layouts
                 self.layout = Counter(layouts).most_common(1)[0][0]
                 self._fingerprint = _fingerprint({layout.model_fingerprint for layout in layouts})

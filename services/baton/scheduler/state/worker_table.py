@@ -201,10 +201,8 @@ class WorkerTableBuilder:
             link_s_per_byte = (
                 self._reported[i].default_link_s_per_byte if same_links else best_s_per_byte(view.report.links)
             )
-            if view.report.layout is before.report.layout and view.report.model == before.report.model:
-                kv_group = int(self._reported[i].kv_group)
-            else:
-                kv_group = self._kv_group_of(view)
+            same_group = (view.report.model, view.report.layout) == (before.report.model, before.report.layout)
+            kv_group = int(self._reported[i].kv_group) if same_group else self._kv_group_of(view)
             self._reported[i] = reported_state(view, kv_group, link_s_per_byte)
             _write(self._numbers, i, self._reported[i], reserved_state(view))
         self._links.update(i, view, before, same_links=same_links)
