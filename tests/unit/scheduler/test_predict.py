@@ -13,7 +13,7 @@ from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.request import Slo
 from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.core.step_targets import PLANNED_SHARE
-from baton.scheduler.prediction.predict import first_token, overloaded_share, prompt_of, tpot_now_s, tpot_s
+from baton.scheduler.prediction.predict import first_token, full_part, prompt_of, tpot_now_s, tpot_s
 from baton.scheduler.state.worker_data import WorkerRow
 from baton.scheduler.state.worker_row import MAX_PREFILL_SHARE
 from baton.scheduler.state.worker_table import worker_table_of
@@ -191,7 +191,7 @@ def late_share(num_queued: int, waited_s: float = 0.0, **changes: object) -> flo
     """Return the predicted share of full steps of a worker with 8 decodes and queued prompts of 500."""
     queue = {"waiting_prefill_tokens": 500 * num_queued, "waiting_seqs": num_queued}
     table = worker_table_of(seen(measured("h", "hybrid", **decoding(8), **queue, **changes)))
-    return overloaded_share(table.row(0), prompt_of(asked(500, waited_s=waited_s), {}, table))
+    return full_part(table.row(0), prompt_of(asked(500, waited_s=waited_s), {}, table))
 
 
 def test_steps_are_predicted_full_once_most_requests_are_late() -> None:

@@ -19,7 +19,7 @@ from baton.scheduler.state.shared_steps import prefill_share, ttft_slo_share
 from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
 
-LATE_SHARE_SOME, LATE_SHARE_ALL = 0.35, 0.9
+FULLER_FROM, FULL_FROM = 0.35, 0.9
 """Predicted share of late requests from which a worker is predicted to make its steps fuller, and as full as
 possible. The engine's limits are closer to each other, but the share changes until the answer begins. From
 simulations of one worker near its limit, with four seeds."""
@@ -226,10 +226,10 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     num_steps = expected_output_tokens(w, prompt) / reported.tokens_per_step
     usual_s = maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / num_steps)
     longer_s = maximum(_full_step_s(w, step_s, prompt) - usual_s, 0.0)
-    return (usual_s + overloaded_share(w, prompt) * longer_s) / reported.tokens_per_step
+    return (usual_s + full_part(w, prompt) * longer_s) / reported.tokens_per_step
 
 
-def overloaded_share(w: WorkerData[N], prompt: Prompt) -> N:
+def full_part(w: WorkerData[N], prompt: Prompt) -> N:
     """Predict how far steps go from balanced ones, 0, to ones that are as full as possible, 1.
 
     This is the rule of the engine's step budget (`engine.scheduling.step_budget`), for queued prompts that
@@ -245,7 +245,7 @@ def overloaded_share(w: WorkerData[N], prompt: Prompt) -> N:
     late = num_prompts * late_part * mean_wait_s / target_s  # each counts by its wait over the target
     on_time = num_prompts * (1 - late_part) + reported.decoding_seqs
     late_share = late / maximum(late + on_time, _TINY)
-    return minimum(maximum((late_share - LATE_SHARE_SOME) / (LATE_SHARE_ALL - LATE_SHARE_SOME), 0.0), 1.0)
+    return minimum(maximum((late_share - FULLER_FROM) / (FULL_FROM - FULLER_FROM), 0.0), 1.0)
 
 
 def _full_step_s(w: WorkerData[N], decode_step_s: N, prompt: Prompt) -> N:
