@@ -36,14 +36,14 @@ UNAVAILABLE_REASON = unavailable_reason(*MACHINES_TOOLS)
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.long,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(UNAVAILABLE_REASON), reason=UNAVAILABLE_REASON or "network namespaces are available"),
 ]
 
 NAME = f"{RELEASE}-baton"
 GATEWAY = f"{NAME}-gateway"
-START_S = 600.0
-ROLL_S = 600.0
+START_S = 400.0
+ROLL_S = 400.0
 NUM_CLIENTS = 3
 MORE_ANSWERS, SETTLE_S, AFTER_S = 10, 15.0, 120.0
 """After all new pods are ready, the load continues for this many answers and seconds. The third value is the

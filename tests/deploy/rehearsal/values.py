@@ -70,7 +70,6 @@ VALUES: dict[str, Any] = {
     "gateway": {"replicas": 2},
     "scheduler": {"replicas": 2},
     "fleet": {"config": {"kv_memory": "64MiB"}},
-    "poolDefaults": {"modelLoadSeconds": 600},
     "pools": [
         {"name": "prefill", "role": "prefill", "replicas": 2},
         {"name": "decode", "role": "decode", "replicas": 2},
