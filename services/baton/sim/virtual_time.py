@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Coroutine
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -72,33 +72,35 @@ class _NoFiles(selectors.BaseSelector):
         self._keys.clear()
 
 
-def _fill(handle: Any, callback: Any, args: Any, loop: "VirtualTimeLoop", context: Context | None) -> None:
-    """Set the attributes of asyncio's handle, as its constructor does outside of the debug mode."""
-    handle._context = copy_context() if context is None else context
-    handle._loop = loop
-    handle._callback = callback
-    handle._args = args
-    handle._cancelled = False
-    handle._repr = None
-    handle._source_traceback = None
+class _Quick:
+    """Constructor of asyncio's handles without their debug information, which takes less time."""
+
+    if not TYPE_CHECKING:  # mypy does not see that the attributes have their place in asyncio's classes
+        __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: "VirtualTimeLoop", context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop: Any = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
 
 
-class _Callback(asyncio.Handle):
-    """A callback without asyncio's debug information, which takes less time to create."""
+class _Callback(_Quick, asyncio.Handle):
+    """A callback that takes less time to create."""
 
     __slots__ = ()
 
-    def __init__(self, callback: Any, args: Any, loop: "VirtualTimeLoop", context: Context | None) -> None:
-        _fill(self, callback, args, loop, context)
 
-
-class _Timer(asyncio.TimerHandle):
-    """A timer without asyncio's debug information, which takes less time to create, compare and cancel."""
+class _Timer(_Quick, asyncio.TimerHandle):
+    """A timer that takes less time to create, compare and cancel."""
 
     __slots__ = ()
 
     def __init__(self, when: float, callback: Any, args: Any, loop: "VirtualTimeLoop", context: Context | None) -> None:
-        _fill(self, callback, args, loop, context)
+        super().__init__(callback, args, loop, context)
         self._when = when
         self._scheduled = True
 
@@ -108,7 +110,7 @@ class _Timer(asyncio.TimerHandle):
 
     def cancel(self) -> None:
         if not self._cancelled:
-            self._loop._timer_handle_cancelled(self)  # type: ignore[attr-defined]
+            self._loop._timer_handle_cancelled(self)
             self._cancelled = True
             self._callback, self._args = None, ()
 

@@ -12,8 +12,12 @@ from tests.builders import sequence_request
 from tests.cpu_time import CpuTime
 
 NUM_SEQS, NUM_STEPS = 32, 60
-LIMIT_S = 100e-6
-"""For all sequences of a step, in the median."""
+LIMIT_S = 150e-6
+"""For all sequences of a step, in the median.
+
+It takes 81 µs on an EPYC core, and up to 107 µs if the core shares its caches with a busy neighbour, which
+the measured speed of a core does not show.
+"""
 COSTS = StepCostModel(
     step_s=0.03, prefill_token_s=1e-3, prefill_attended_s=0, decode_seq_s=1e-3, decode_context_s=0, draft_token_s=3e-4
 )
