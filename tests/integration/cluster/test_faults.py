@@ -236,7 +236,7 @@ async def test_requests_progress_on_emulated_workers_with_little_decode_memory()
 @pytest.mark.fault("F-47", "F-48")
 async def test_drained_workers_lose_no_request(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)
-    async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster) as client:
+    async with process_cluster(prefill=2, decode=2, **LONG_TIMES) as cluster, Client(cluster) as client:
         streams = [
             asyncio.create_task(client.send(Request(prompt=prompt(rng, 600), sampling=greedy(60))))
             for _ in range(sized(5, 8))
