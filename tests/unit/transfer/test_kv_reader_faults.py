@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Reason, Refused
+from baton.transfer.backend import GenerationEntry
+from baton.transfer.reader import peer_reads
 from baton.transfer.reader.peer_reads import BLOCKED_DEADLINES
 from tests import builders
 from tests.unit.transfer import transfer_rig as rigs
@@ -226,6 +228,35 @@ async def test_flipped_bit_is_retried_once_and_then_fails_the_pull(what: str, fl
             r.release(receiving)
             await asyncio.sleep(0.1)
             r.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("torn", range(6))
+@virtual
+async def test_blocks_that_are_read_out_of_order_are_requested_again_from_the_first(
+    torn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has lost blocks since its Follow reads announced blocks first, then earlier ones."""
+    monkeypatch.setattr(peer_reads, "MAX_INFLIGHT_SHARE", 2 / rigs.NUM_BLOCKS)  # a slice has two blocks
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        job, blocks = r.prefill("a", 24)
+        torn_once = {blocks[torn]}
+
+        def seen_entry(block_id: int, entry: GenerationEntry) -> GenerationEntry:
+            if block_id not in torn_once:
+                return entry
+            torn_once.clear()
+            return replace(entry, generation=entry.generation ^ 1)
+
+        r.fabric.seen_entry = seen_entry
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=3)
+        await pull.first_ready()
+        receiving = r.mark_received(pull, 6)
+        await asyncio.wait_for(pull.done(), 10.0)
+        assert (blocks[5], blocks[0]) in [source for source, _own in r.fabric.reads]
+        assert [r.reader.contents[receiving[i]] for i in range(6)] == [f"a:{i}" for i in range(6)]
+        r.release(receiving)
+        r.check_nothing_leaks()
 
 
 @pytest.mark.fault("F-21")

@@ -299,7 +299,7 @@ class Pull:
             return
         self._has_retried = True
         self._blocks.forget(part)
-        self._send_follow(part.blocks[0].index)
+        self._send_follow(min(block.index for block in part.blocks))
 
     # -- internal ----------------------------------------------------------------------------------
 
