@@ -92,6 +92,18 @@ def test_broken_link_is_not_used(policy: Policy) -> None:
 
 
 @every_policy
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_link_to_an_earlier_incarnation_says_nothing_of_the_present_one(policy: Policy, order: int) -> None:
+    links = (link("p0", broken=True), link("p0", epoch=7))[::order]
+    prefill = (worker_report("p0", "prefill"), worker_report("p1", "prefill"))
+    broken = worker_report("d", "decode", links=(*links, link("p1")))
+    assert ids(choose(policy, query(), cluster(*prefill, broken))) == ("p1", "d")
+    links = (link("p0"), link("p0", epoch=7, broken=True))[::order]
+    working = worker_report("d", "decode", links=(*links, link("p1", broken=True)))
+    assert ids(choose(policy, query(), cluster(*prefill, working))) == ("p0", "d")
+
+
+@every_policy
 def test_warm_pairs_are_preferred(policy: Policy) -> None:
     decode = worker_report("d", "decode", links=(link("p1"), link("p0", epoch=7)))
     chosen = choose(policy, query(), cluster(worker_report("p0", "prefill"), worker_report("p1", "prefill"), decode))

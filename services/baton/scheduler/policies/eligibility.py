@@ -17,6 +17,7 @@ from baton.core.cluster.worker_report import WorkerRole, WorkerState
 from baton.core.errors import Reason
 from baton.scheduler.policies.policy_types import PolicyContext
 from baton.scheduler.state.worker_data import Mask
+from baton.scheduler.state.worker_links import present_links
 from baton.scheduler.state.worker_table import WorkerTable
 
 Side: TypeAlias = Literal["prefill", "decode"]
@@ -135,13 +136,12 @@ def readable_workers(prefill: list[WorkerView], decode: WorkerView) -> list[Work
     They are other workers with the same model and layout, and no broken link. If any pair is warm, only warm
     pairs are returned, because the first use of a pair pays for its setup.
     """
-    links = {link.peer.worker_id: link for link in decode.report.links if not link.broken}
-    broken = {link.peer.worker_id for link in decode.report.links if link.broken}
+    links = present_links(decode.report.links, {w.worker_id: w.worker for w in prefill})
     readable = [
         w
         for w in prefill
         if w.worker_id != decode.worker_id
-        and w.worker_id not in broken
+        and not (w.worker_id in links and links[w.worker_id].broken)
         and w.report.model == decode.report.model
         and w.report.layout.mismatch(decode.report.layout) is None
     ]

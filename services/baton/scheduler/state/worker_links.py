@@ -8,6 +8,7 @@ import numpy as np
 
 from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.worker_report import LinkReport
+from baton.core.ids import WorkerRef
 from baton.scheduler.state.worker_data import Floats, Mask
 
 DEFAULT_LINK_BYTES_PER_S = 1e9
@@ -33,7 +34,7 @@ class LinkArrays:
         self.links = Links(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
         self._reported_s = np.zeros(shape)
         self._index = index
-        self._workers = [view.worker for view in views]
+        self._workers = {view.worker_id: view.worker for view in views}
         for i, view in enumerate(views):
             self._fill(i, view)
 
@@ -55,18 +56,16 @@ class LinkArrays:
         links.s_per_byte[i] = best_s_per_byte(view.report.links)
         self._reported_s[i] = 0.0
         links.is_broken[i] = links.is_warm[i] = False
-        known = [
-            (self._index[link.peer.worker_id], link) for link in view.report.links if link.peer.worker_id in self._index
-        ]
+        known = present_links(view.report.links, self._workers)
         if known:
-            peers = [j for j, _ in known]
-            links.s_per_byte[i, peers] = s_per_byte = [_s_per_byte(link) for _, link in known]
+            peers = [self._index[peer] for peer in known]
+            links.s_per_byte[i, peers] = s_per_byte = [_s_per_byte(link) for link in known.values()]
             self._reported_s[i, peers] = [
-                link.inflight_bytes * each for (_, link), each in zip(known, s_per_byte, strict=True)
+                link.inflight_bytes * each for link, each in zip(known.values(), s_per_byte, strict=True)
             ]
-            links.is_broken[i, peers] = [link.broken for _, link in known]
+            links.is_broken[i, peers] = [link.broken for link in known.values()]
             links.is_warm[i, peers] = [
-                not link.broken and link.peer.is_same_incarnation(self._workers[j]) for j, link in known
+                not link.broken and link.peer.is_same_incarnation(self._workers[peer]) for peer, link in known.items()
             ]
         links.queued_s[i] = self._reported_s[i]
         self._add_reserved(i, view.reserved_link_bytes)
@@ -76,6 +75,20 @@ class LinkArrays:
             j = self._index.get(peer)
             if j is not None:
                 self.links.queued_s[i, j] = self._reported_s[i, j] + reserved_bytes * self.links.s_per_byte[i, j]
+
+
+def present_links(links: Sequence[LinkReport], workers: Mapping[str, WorkerRef]) -> dict[str, LinkReport]:
+    """Return a reader's links to these workers, by id.
+
+    A reader may still report its link to an earlier incarnation of a worker. That counts only if it has none
+    to the present one.
+    """
+    found: dict[str, LinkReport] = {}
+    for link in links:
+        worker = workers.get(link.peer.worker_id)
+        if worker is not None and (worker.worker_id not in found or link.peer.is_same_incarnation(worker)):
+            found[worker.worker_id] = link
+    return found
 
 
 def _s_per_byte(link: LinkReport) -> float:
