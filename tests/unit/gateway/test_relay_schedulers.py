@@ -6,7 +6,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from baton.core.cluster.placement import Rejection, StillWaiting
+from baton.core.cluster.placement import PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.interfaces import Member, MemberKind
@@ -237,6 +237,39 @@ async def test_new_request_reaches_the_scheduler_that_works_behind_several_that_
         assert 3 * TEST_TIMES["detection_s"] > TEST_TIMES["scheduler_wait_s"]
         assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert 0 < working.queries[0].answer_within_s < TEST_TIMES["detection_s"]
+
+
+@virtual
+async def test_new_request_reaches_a_scheduler_whose_connection_broke_before_two_that_hang() -> None:
+    """So it is after a stall of the gateway. Neither of the two has failed before."""
+    async with cluster(("h0", "hybrid")) as c:
+        pool = c.gateway.schedulers
+        hanging = [StubScheduler(c.network, f"gone:{number}") for number in (1, 2)]
+        for scheduler in hanging:
+            scheduler.hangs = True
+        pool._set_addresses([each.address for each in (c.scheduler, *hanging)])
+        await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])  # the watch is at the first
+        pool._mark_failed(c.scheduler.address, StreamBroken("no answer to keepalive"))
+        assert 2 * TEST_TIMES["detection_s"] >= TEST_TIMES["scheduler_wait_s"]
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_new_request_asks_a_scheduler_again_whose_connection_breaks() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        pool = c.gateway.schedulers
+        hanging = [StubScheduler(c.network, f"gone:{number}") for number in (1, 2)]
+        for scheduler in hanging:
+            scheduler.hangs = True
+        pool._set_addresses([each.address for each in (c.scheduler, *hanging)])
+        breaks = iter([StreamBroken("no answer to keepalive")])
+
+        def answer(_: PlacementQuery) -> None:
+            for error in breaks:
+                raise error
+
+        c.scheduler.answer = answer
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @virtual

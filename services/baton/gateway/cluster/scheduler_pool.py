@@ -38,6 +38,9 @@ FORGET_HEARTBEATS = 30
 MIN_POLL_FRACTION = 0.1
 """Fraction of `call_s` that passes at least between two placement calls of one queued request."""
 
+MIN_CALL_SHARE = 0.5
+"""Fraction of `call_s` after which a scheduler that has not failed before may count as failed."""
+
 T = TypeVar("T")
 
 
@@ -210,9 +213,9 @@ class SchedulerPool:
         ends early says nothing about its scheduler. Raises Refused if a scheduler refuses the call for a
         reason other than being unavailable.
         """
-        asked = set(skip)
+        asked, broke = set(skip), False
         while left := [address for address in self._by_preference() if address not in asked]:
-            within_s, address = self._time_for(left, until_s), left[0]
+            within_s, address = self._time_for(left, until_s, broke=broke), left[0]
             asked.add(address)
             try:
                 async with asyncio.timeout_at(until_s), TimeLimit(within_s, self._awake_clock).timeout():
@@ -222,6 +225,7 @@ class SchedulerPool:
                     return None
                 self._mark_failed(address, error)
             except StreamBroken as error:
+                broke = True
                 self._mark_failed(address, error)
             except Refused as refused:
                 if refused.failure.code is not Code.UNAVAILABLE:
@@ -232,15 +236,17 @@ class SchedulerPool:
                 return address, answer
         return None
 
-    def _time_for(self, left: Sequence[str], until_s: float) -> float:
+    def _time_for(self, left: Sequence[str], until_s: float, *, broke: bool) -> float:
         """Return the seconds within which the first of these schedulers must answer.
 
-        Those that have failed share the time until `until_s`, because one whose host is gone takes all of its
-        time, and the one that works may be the last.
+        They share the time until `until_s`, because one whose host is gone takes all of its time, and the one
+        that works may be the last. One that has not failed gets `MIN_CALL_SHARE` at least.
+
+        broke: the connection to another one broke just now. That one may work, as after a stall of this
+            process, so a part of the time is left to ask it again.
         """
-        if left[0] not in self._failed_at_s:
-            return self._times.call_s
-        return min(self._times.call_s, (until_s - asyncio.get_running_loop().time()) / len(left))
+        call_s, share_s = self._times.call_s, (until_s - asyncio.get_running_loop().time()) / (len(left) + broke)
+        return min(call_s, share_s if left[0] in self._failed_at_s else max(share_s, MIN_CALL_SHARE * call_s))
 
     async def _call_all(self, call: Callable[[SchedulerApi], Awaitable[T]]) -> list[T]:
         """Return the answers of all schedulers that are available.
