@@ -14,7 +14,7 @@ from baton.core.request import RequestActuals
 from baton.gateway.cluster.scheduler_pool import MAX_OUTCOMES_PER_CALL
 from baton.store.memory.memory_stores import MemoryMembership
 from tests.times import TEST_TIMES
-from tests.unit.gateway.fakes import PROMPT, StubScheduler, answer_to, cluster, kill_at, until
+from tests.unit.gateway.fakes import PROMPT, Cluster, StubScheduler, answer_to, cluster, kill_at, until
 from tests.unit.gateway.virtual import virtual
 
 
@@ -239,17 +239,21 @@ async def test_new_request_reaches_the_scheduler_that_works_behind_several_that_
         assert 0 < working.queries[0].answer_within_s < TEST_TIMES["detection_s"]
 
 
+def add_two_that_hang(c: Cluster) -> None:
+    """Let the gateway know two more schedulers, which accept calls and never answer."""
+    hanging = [StubScheduler(c.network, f"gone:{number}") for number in (1, 2)]
+    for scheduler in hanging:
+        scheduler.hangs = True
+    c.gateway.schedulers._set_addresses([each.address for each in (c.scheduler, *hanging)])
+
+
 @virtual
 async def test_new_request_reaches_a_scheduler_whose_connection_broke_before_two_that_hang() -> None:
     """So it is after a stall of the gateway. Neither of the two has failed before."""
     async with cluster(("h0", "hybrid")) as c:
-        pool = c.gateway.schedulers
-        hanging = [StubScheduler(c.network, f"gone:{number}") for number in (1, 2)]
-        for scheduler in hanging:
-            scheduler.hangs = True
-        pool._set_addresses([each.address for each in (c.scheduler, *hanging)])
+        add_two_that_hang(c)
         await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])  # the watch is at the first
-        pool._mark_failed(c.scheduler.address, StreamBroken("no answer to keepalive"))
+        c.gateway.schedulers._mark_failed(c.scheduler.address, StreamBroken("no answer to keepalive"))
         assert 2 * TEST_TIMES["detection_s"] >= TEST_TIMES["scheduler_wait_s"]
         assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
@@ -257,11 +261,7 @@ async def test_new_request_reaches_a_scheduler_whose_connection_broke_before_two
 @virtual
 async def test_new_request_asks_a_scheduler_again_whose_connection_breaks() -> None:
     async with cluster(("h0", "hybrid")) as c:
-        pool = c.gateway.schedulers
-        hanging = [StubScheduler(c.network, f"gone:{number}") for number in (1, 2)]
-        for scheduler in hanging:
-            scheduler.hangs = True
-        pool._set_addresses([each.address for each in (c.scheduler, *hanging)])
+        add_two_that_hang(c)
         breaks = iter([StreamBroken("no answer to keepalive")])
 
         def answer(_: PlacementQuery) -> None:
