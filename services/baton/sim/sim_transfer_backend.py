@@ -32,6 +32,7 @@ class LinkModel:
     """Timing of reads.
 
     latency_s: delay before the first byte.
+    connect_s: further delay of the first read of a pair.
     bytes_per_s: speed.
     stuck: probability that a read stops at some block and continues only after `stuck_s`.
     reused: probability that the owner reuses a block under a read, although the block is leased, and fills it
@@ -39,6 +40,7 @@ class LinkModel:
     """
 
     latency_s: float = 0.000_05
+    connect_s: float = 0.0
     bytes_per_s: float = 4e9
     stuck: float = 0.0
     stuck_s: float = 20.0
@@ -142,6 +144,7 @@ class SimTransferBackend:
         self._layout = layout
         self._own = memory
         self._peers: dict[str, KvMemory] = {}
+        self._read_from: set[str] = set()
         self._reads: dict[ReadId, _SimRead] = {}
         self._unvalidated: Counter[_Source] = Counter()  # reads whose entries were not read yet
         self._reused: dict[_Source, int] = {}  # `num_settled` then; until all reads of the block have its entry
@@ -170,6 +173,7 @@ class SimTransferBackend:
 
     def forget(self, peer: KvMemory) -> None:
         self._peers.pop(peer.agent_name, None)
+        self._read_from.discard(peer.agent_name)
 
     def transport_to(self, peer: KvMemory) -> str:
         return "simulated"
@@ -223,6 +227,9 @@ class SimTransferBackend:
         link, rng = self._fabric.link, self._fabric.rng
         stuck_at = rng.randrange(len(destinations)) if rng.random() < link.stuck else -1
         await asyncio.sleep(link.latency_s)
+        if source.memory.agent_name not in self._read_from:
+            self._read_from.add(source.memory.agent_name)
+            await asyncio.sleep(link.connect_s)
         for index, (source_block, destination) in enumerate(zip(source.block_ids, destinations, strict=True)):
             await asyncio.sleep(
                 self._layout.block_bytes / link.bytes_per_s + (link.stuck_s if index == stuck_at else 0.0)

@@ -40,10 +40,16 @@ def queued(num_tokens: int, seqs: int = 1) -> dict[str, int]:
 
 
 def fast_link(
-    peer: str, *, epoch: int = 1, bytes_per_s: float = 1e9, inflight_bytes: int = 0, broken: bool = False
+    peer: str,
+    *,
+    epoch: int = 1,
+    bytes_per_s: float = 1e9,
+    inflight_bytes: int = 0,
+    broken: bool = False,
+    **costs: float,
 ) -> LinkReport:
     return LinkReport(
-        peer=worker_ref(peer, epoch), bytes_per_s=bytes_per_s, inflight_bytes=inflight_bytes, broken=broken
+        peer=worker_ref(peer, epoch), bytes_per_s=bytes_per_s, inflight_bytes=inflight_bytes, broken=broken, **costs
     )
 
 
@@ -75,6 +81,9 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
                 bytes_per_s=random.choice([0.0, 1e6, 1e8, 5e9, float("nan")]),
                 inflight_bytes=random.choice([0, 0, 10**7]),
                 broken=random.random() < 0.1,
+                pull_s=random.choice([0.0, 0.001, 0.2]),
+                exposed_s=random.choice([0.0, 0.002]),
+                dial_s=random.choice([0.0, 0.05]),
             )
             for peer in peers
         ),

@@ -12,6 +12,7 @@ from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.cluster_state import ClusterState
+from baton.scheduler.state.worker_links import DEFAULT_DIAL_S, DEFAULT_PULL_S
 from tests.builders import layout, query, worker_ref
 from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, decoding, fast_link, measured, queued, seen
 from tests.unit.scheduler.policy_cases import LONG, NAMES, asked, busy, chosen, context, ids, predicted
@@ -95,7 +96,7 @@ def test_prefix_is_pulled_if_faster_than_computing_it() -> None:
         worker_ref("p1"),
         200,
     )
-    assert predicted(got).prefix_pull_s == pytest.approx(200 * BLOCK_BYTES / 1e9)
+    assert predicted(got).prefix_pull_s == pytest.approx(200 * BLOCK_BYTES / 1e9 + DEFAULT_PULL_S + DEFAULT_DIAL_S)
     assert predicted(got).prefill_s == pytest.approx(COSTS.prefill_s(LONG - 3200, 3200, 512))
     slow = replace(p0, links=(fast_link("p1", bytes_per_s=1e5),))
     assert chosen(seen(slow, p1, busy(), p1=200)).prefix_source is None
@@ -150,7 +151,7 @@ def test_local_prefill_can_pull_a_prefix() -> None:
     holder = measured("h", "prefill", **queued(50_000))
     got = chosen(seen(holder, measured("d", "decode"), h=200))
     assert (ids(got), got.prefix_source and got.prefix_source.worker) == ((None, "d"), worker_ref("h"))
-    assert predicted(got).prefix_pull_s == pytest.approx(200 * BLOCK_BYTES / 1e9)
+    assert predicted(got).prefix_pull_s == pytest.approx(200 * BLOCK_BYTES / 1e9 + DEFAULT_PULL_S + DEFAULT_DIAL_S)
     slow = measured("d", "decode", links=(fast_link("h", bytes_per_s=1e5),))
     assert chosen(seen(holder, slow, h=200)).prefix_source is None
 

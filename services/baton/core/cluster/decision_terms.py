@@ -36,6 +36,8 @@ TERMS = {
     "prefix_pull_s": Term(
         "prefix pull", "time to read the cached beginning of the prompt from another worker", is_detail=True
     ),
+    "pull_fixed_s": Term("pull fixed", "part of the prefix pull that does not depend on its bytes", is_detail=True),
+    "dial_s": Term("dial", "part of the prefix pull: connecting two workers for the first time", is_detail=True),
     "prefill_s": Term("prefill", "time to compute the part of the prompt that is not cached"),
     "transfer_s": Term(
         "exposed KV", "time that the KV transfer to the decode worker takes after prefill has ended", is_detail=True

@@ -63,6 +63,10 @@ class LinkReport:
     """The measured speed and state of this worker's reads from `peer`.
 
     inflight_bytes: bytes of the reads under way.
+    pull_s: what a pull of a cached prefix took beyond its bytes; 0 if not measured.
+    exposed_s: what the pull of a prompt's KV took beyond its bytes once the prompt was computed; 0 if not
+        measured.
+    dial_s: what connecting and the first read took; 0 if not measured.
     broken: a read was given up and no probe has succeeded since, or the link is refused as too slow.
     problem: why the link is not used, for operators; empty if it is.
     """
@@ -73,6 +77,9 @@ class LinkReport:
     broken: bool = False
     transport: str = ""
     problem: str = ""
+    pull_s: float = 0.0
+    exposed_s: float = 0.0
+    dial_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,18 @@ def _from_step_costs(message: pb.StepCostModel) -> StepCostModel | None:
 
 
 _BLOCKS = MessageMapping(BlockCounts, pb.BlockCounts)
-_LINK = MessageMapping(LinkReport, pb.LinkReport, {"peer": _REF, "transport": _NAME, "problem": _NAME})
+_LINK = MessageMapping(
+    LinkReport,
+    pb.LinkReport,
+    {
+        "peer": _REF,
+        "transport": _NAME,
+        "problem": _NAME,
+        "pull_s": _AMOUNT,
+        "exposed_s": _AMOUNT,
+        "dial_s": _AMOUNT,
+    },
+)
 _REPORT = MessageMapping(
     WorkerReport,
     pb.WorkerReport,

@@ -149,7 +149,8 @@ def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
     horizon_s = computed_s.item(fastest)
     step_s = tpot_s(w, prompt, horizon_s)
     missing_blocks = prompt.num_blocks - prompt.overlap_blocks
-    pull_s = missing_blocks * prompt.block_bytes * w.reported.default_link_s_per_byte
+    read_s = missing_blocks * prompt.block_bytes * w.reported.default_link_s_per_byte
+    pull_s = np.where(missing_blocks > 0, read_s + w.reported.default_link_exposed_s, 0.0)
     wait_s = capacity_wait_s(w, prompt, step_s)
     cost_s = step_s + (wait_s + pull_s) / expected_output_tokens(w, prompt)
     slo_s = inputs.query.slo.tpot_s
@@ -179,6 +180,8 @@ def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
         source=np.full(size, NO_SOURCE),
         cached_tokens=inputs.prompt.overlap_tokens.copy(),
         holders=[],
+        pull_fixed_s=np.zeros(size),
+        dial_s=np.zeros(size),
     )
 
 
@@ -200,10 +203,10 @@ def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) 
         missing_blocks * block_bytes,
         last_blocks * block_bytes,
         links.s_per_byte[decode],
-        links.queued_s[decode],
+        links.queued_s[decode] + np.maximum(0.0, links.dial_s[decode] - terms.queue_s),
         terms.prefill_s,
         last_tokens / num_new,
-    )
+    ) + (links.exposed_s[decode] if missing_blocks > 0 else 0.0)
 
 
 # The decode worker prefills
@@ -224,6 +227,8 @@ class LocalPrefill:
     cached_tokens: float
     prefill_s: float
     pull_s: float = 0.0
+    pull_fixed_s: float = 0.0
+    dial_s: float = 0.0
     source: int = NO_SOURCE
     margin_s: float = 0.0
     redundant_s: float = 0.0
@@ -256,6 +261,7 @@ def add_local_prefill(terms: PrefillTerms, decode: int, local: LocalPrefill) -> 
     """Make the decode worker a candidate to prefill. `terms` must be ranked."""
     terms.pull_s[decode], terms.prefill_s[decode], terms.transfer_s[decode] = local.pull_s, local.prefill_s, 0.0
     terms.queue_s[decode] = local.first.queue_s
+    terms.pull_fixed_s[decode], terms.dial_s[decode] = local.pull_fixed_s, local.dial_s
     terms.source[decode], terms.cached_tokens[decode] = local.source, local.cached_tokens
     terms.redundant_s[decode] = local.redundant_s
     terms.local_margin_s = local.margin_s

@@ -44,6 +44,8 @@ class DecodeTerms:
 class PrefillTerms:
     """Terms of the prefill side, one number per worker.
 
+    pull_s: pull of a cached prefix.
+    pull_fixed_s, dial_s: the parts of it that do not depend on its bytes, the second for connecting the pair.
     transfer_s: KV transfer that goes on after the prompt is computed.
     redundant_s: charge for computing what another candidate has cached.
     cost_s: what is minimised; infinite for workers that are no candidates.
@@ -63,6 +65,8 @@ class PrefillTerms:
     cached_tokens: Floats
     holders: list[int]
     target_s: Floats
+    pull_fixed_s: Floats
+    dial_s: Floats
     local_margin_s: float = 0.0
 
     def ttft_s(self) -> Floats:
@@ -134,6 +138,7 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
     if i == decode and terms.local_margin_s > 0:
         values["margin_s"] = terms.local_margin_s
     if terms.source[i] != NO_SOURCE:
+        values["pull_fixed_s"], values["dial_s"] = terms.pull_fixed_s[i], terms.dial_s[i]
         values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.overlap_blocks[i]
     return _candidate(w, i, "prefill", values)
 

@@ -123,10 +123,13 @@ def _consider_holder(inputs: PlacementInputs, terms: PrefillTerms, candidates: M
     cached_tokens = held_blocks * w.reported.block_size_tokens.item(holder)
     compute_s = inputs.first.prefill_s(w, prompt.num_tokens, cached_tokens)
     num_bytes = (held_blocks - prompt.overlap_blocks) * prompt.block_bytes.item(holder)
-    pull_s = num_bytes * links.s_per_byte[:, holder] + links.queued_s[:, holder]
+    fixed_s, dial_s = links.pull_s[:, holder], links.dial_s[:, holder]
+    pull_s = num_bytes * links.s_per_byte[:, holder] + links.queued_s[:, holder] + fixed_s + dial_s
     is_faster = can_pull & (compute_s + pull_s < terms.prefill_s + terms.pull_s)
     np.copyto(terms.prefill_s, compute_s, where=is_faster)
     np.copyto(terms.pull_s, pull_s, where=is_faster)
+    np.copyto(terms.pull_fixed_s, fixed_s, where=is_faster)
+    np.copyto(terms.dial_s, dial_s, where=is_faster)
     np.copyto(terms.cached_tokens, cached_tokens, where=is_faster)
     np.copyto(terms.source, holder, where=is_faster)
 
@@ -144,10 +147,20 @@ def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int
             continue
         missing_blocks = (held_tokens - local.cached_tokens) / row.reported.block_size_tokens
         num_bytes = missing_blocks * prompt.block_bytes.item(decode)
+        fixed_s, dial_s = links.pull_s.item(decode, holder), links.dial_s.item(decode, holder)
         pull_s = num_bytes * links.s_per_byte.item(decode, holder) + links.queued_s.item(decode, holder)
+        pull_s += fixed_s + dial_s
         compute_s = local.first.prefill_s(row, prompt.num_tokens, held_tokens)
         if compute_s + pull_s < best.prefill_s + best.pull_s:
-            best = replace(local, cached_tokens=held_tokens, prefill_s=compute_s, pull_s=pull_s, source=holder)
+            best = replace(
+                local,
+                cached_tokens=held_tokens,
+                prefill_s=compute_s,
+                pull_s=pull_s,
+                pull_fixed_s=fixed_s,
+                dial_s=dial_s,
+                source=holder,
+            )
     return best
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from baton.core.ids import WorkerRef
 from baton.scheduler.state.worker_data import Floats, Mask
 
 DEFAULT_LINK_BYTES_PER_S = 1e9
-"""Assumed bandwidth of a pair of workers that was never measured."""
+"""Assumed bandwidth of a pair of workers while its reader has measured no pair."""
+DEFAULT_PULL_S, DEFAULT_EXPOSED_S, DEFAULT_DIAL_S = 0.002, 0.001, 0.05
+"""Assumed fixed costs of a pull (`LinkReport`) while its reader has measured none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,9 @@ class Links:
 
     s_per_byte: Floats
     queued_s: Floats  # time for the reads under way plus those of own placements
+    pull_s: Floats  # pull of a cached prefix, beyond its bytes
+    exposed_s: Floats  # pull of a prompt's KV once the prompt is computed, beyond its bytes
+    dial_s: Floats  # what the first pull of a pair takes longer; 0 if the pair is connected
     is_broken: Mask  # a read was given up and no probe has succeeded since
     is_warm: Mask  # the pair is connected with the source's current epoch
 
@@ -31,7 +36,9 @@ class LinkArrays:
     def __init__(self, views: Sequence[WorkerView], index: Mapping[str, int]) -> None:
         shape = (len(views), len(views))
         self.version = 0
-        self.links = Links(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
+        s_per_byte, queued_s, pull_s, exposed_s, dial_s = (np.zeros(shape) for _ in range(5))
+        is_broken, is_warm = (np.zeros(shape, dtype=bool) for _ in range(2))
+        self.links = Links(s_per_byte, queued_s, pull_s, exposed_s, dial_s, is_broken, is_warm)
         self._reported_s = np.zeros(shape)
         self._index = index
         self._workers = {view.worker_id: view.worker for view in views}
@@ -52,14 +59,21 @@ class LinkArrays:
             self._fill(i, view)
 
     def _fill(self, i: int, view: WorkerView) -> None:
-        links = self.links
-        links.s_per_byte[i] = best_s_per_byte(view.report.links)
+        links, expected = self.links, expected_link(view.report.links)
+        links.s_per_byte[i], links.pull_s[i] = expected.s_per_byte, expected.pull_s
+        links.exposed_s[i], links.dial_s[i] = expected.exposed_s, expected.dial_s
         self._reported_s[i] = 0.0
         links.is_broken[i] = links.is_warm[i] = False
         known = present_links(view.report.links, self._workers)
         if known:
             peers = [self._index[peer] for peer in known]
             links.s_per_byte[i, peers] = s_per_byte = [_s_per_byte(link) for link in known.values()]
+            links.pull_s[i, peers] = [_measured(link.pull_s) or expected.pull_s for link in known.values()]
+            links.exposed_s[i, peers] = [_measured(link.exposed_s) or expected.exposed_s for link in known.values()]
+            links.dial_s[i, peers] = [
+                0.0 if _is_connected(link, self._workers[peer]) else _measured(link.dial_s) or expected.dial_s
+                for peer, link in known.items()
+            ]
             self._reported_s[i, peers] = [
                 link.inflight_bytes * each for link, each in zip(known.values(), s_per_byte, strict=True)
             ]
@@ -95,16 +109,43 @@ def _s_per_byte(link: LinkReport) -> float:
     return 1 / link.bytes_per_s if link.bytes_per_s > 0 and isfinite(link.bytes_per_s) else 1 / DEFAULT_LINK_BYTES_PER_S
 
 
+def _measured(seconds: float) -> float:
+    """Return a reported time, or 0 if it is none."""
+    return seconds if 0 < seconds < inf else 0.0
+
+
+def _is_connected(link: LinkReport, source: WorkerRef) -> bool:
+    """Return True if a pull need not wait for the connection."""
+    return link.peer.is_same_incarnation(source) and (link.dial_s > 0 or link.bytes_per_s > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLink:
+    """What is expected of a peer that a worker has never read from. See `Links`."""
+
+    s_per_byte: float
+    pull_s: float
+    exposed_s: float
+    dial_s: float
+
+
 def fastest_link(links: Sequence[LinkReport]) -> LinkReport | None:
     """Return the fastest working link that was measured, or None.
 
-    Its bandwidth is expected of a peer that the worker has never read from.
+    Its speed and fixed costs are expected of a peer that the worker has never read from.
     """
     known = [link for link in links if not link.broken and link.bytes_per_s > 0 and isfinite(link.bytes_per_s)]
     return max(known, key=lambda link: link.bytes_per_s, default=None)
 
 
-def best_s_per_byte(links: Sequence[LinkReport]) -> float:
-    """Return the seconds per byte of the fastest link, or of the assumed bandwidth if none was measured."""
+def expected_link(links: Sequence[LinkReport]) -> ExpectedLink:
+    """Return what the fastest link shows, or assumed values where nothing was measured."""
     link = fastest_link(links)
-    return 1 / DEFAULT_LINK_BYTES_PER_S if link is None else 1 / link.bytes_per_s
+    if link is None:
+        return ExpectedLink(1 / DEFAULT_LINK_BYTES_PER_S, DEFAULT_PULL_S, DEFAULT_EXPOSED_S, DEFAULT_DIAL_S)
+    return ExpectedLink(
+        s_per_byte=1 / link.bytes_per_s,
+        pull_s=_measured(link.pull_s) or DEFAULT_PULL_S,
+        exposed_s=_measured(link.exposed_s) or DEFAULT_EXPOSED_S,
+        dial_s=_measured(link.dial_s) or DEFAULT_DIAL_S,
+    )

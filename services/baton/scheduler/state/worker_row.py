@@ -6,6 +6,7 @@ from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.worker_report import WorkerState
 from baton.scheduler.state.shared_steps import longest_step_s, prefill_share
 from baton.scheduler.state.worker_data import MEASURED_COSTS, NO_COSTS, DerivedState, ReportedState, ReservedState
+from baton.scheduler.state.worker_links import ExpectedLink
 
 DEFAULT_CHUNK_TOKENS = 512
 """Assumed `max_num_batched_tokens` of a worker that does not report it."""
@@ -20,7 +21,7 @@ _TINY_S = 1e-9
 """Shorter than any step. Avoids a division by zero for a worker whose costs are 0."""
 
 
-def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> ReportedState[float]:
+def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> ReportedState[float]:
     """Return the numbers of a worker's report. Its step costs are 0 if it reported none that are usable."""
     report = view.report
     role, layout = report.role, report.layout
@@ -50,7 +51,8 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
         tokens_per_step=min(max(1.0, report.tokens_per_step), MAX_TOKENS_PER_STEP),
         ttft_factor=report.target_factors.ttft,
         tpot_factor=report.target_factors.tpot,
-        default_link_s_per_byte=link_s_per_byte,
+        default_link_s_per_byte=link.s_per_byte,
+        default_link_exposed_s=link.exposed_s,
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
         base_step_s=0.0,

@@ -24,7 +24,7 @@ from baton.scheduler.state.worker_data import (
     WorkerData,
     WorkerRow,
 )
-from baton.scheduler.state.worker_links import LinkArrays, Links, best_s_per_byte
+from baton.scheduler.state.worker_links import ExpectedLink, LinkArrays, Links, expected_link
 from baton.scheduler.state.worker_row import derived_state, reported_state, reserved_state
 
 _CACHE_KEY = "worker_table"
@@ -179,8 +179,9 @@ class WorkerTableBuilder:
         self._kv_groups: dict[KvGroup, int] = {}
         self._reported: list[ReportedState[float]] = []
         self._numbers = np.zeros((_NUM_FIELDS, len(views)))
+        self._expected_links = [expected_link(view.report.links) for view in views]
         for i, view in enumerate(views):
-            self._reported.append(reported_state(view, self._kv_group_of(view), best_s_per_byte(view.report.links)))
+            self._reported.append(reported_state(view, self._kv_group_of(view), self._expected_links[i]))
             _write(self._numbers, i, self._reported[i], reserved_state(view))
         self._links = LinkArrays(views, self._index)
 
@@ -198,12 +199,11 @@ class WorkerTableBuilder:
             derived = derived_state(self._reported[i], reserved)
             self._numbers[_NUM_REPORTED:, i] = _reserved_values(reserved) + _derived_values(derived)
         else:
-            link_s_per_byte = (
-                self._reported[i].default_link_s_per_byte if same_links else best_s_per_byte(view.report.links)
-            )
+            if not same_links:
+                self._expected_links[i] = expected_link(view.report.links)
             same_group = (view.report.model, view.report.layout) == (before.report.model, before.report.layout)
             kv_group = int(self._reported[i].kv_group) if same_group else self._kv_group_of(view)
-            self._reported[i] = reported_state(view, kv_group, link_s_per_byte)
+            self._reported[i] = reported_state(view, kv_group, self._expected_links[i])
             _write(self._numbers, i, self._reported[i], reserved_state(view))
         self._links.update(i, view, before, same_links=same_links)
         self._views[i] = view

@@ -16,12 +16,15 @@ class Bandwidth:
 
     A link serves its reads one after the other. The duration of a read counts from its start or from the end
     of the read before it, whichever is later.
+
+    total_bytes: bytes of all finished reads
     """
 
-    __slots__ = ("_last_end_s", "_seen_bytes", "bytes_per_s", "deadline_max_s", "deadline_min_s")
+    __slots__ = ("_last_end_s", "_seen_bytes", "bytes_per_s", "deadline_max_s", "deadline_min_s", "total_bytes")
 
     def __init__(self, *, deadline_min_s: float, deadline_max_s: float) -> None:
         self.bytes_per_s: float | None = None
+        self.total_bytes = 0
         self.deadline_min_s, self.deadline_max_s = deadline_min_s, deadline_max_s
         self._last_end_s = float("-inf")
         self._seen_bytes = 0
@@ -30,6 +33,7 @@ class Bandwidth:
         """Record a finished read of `num_bytes`."""
         duration_s = now_s - max(started_s, self._last_end_s)
         self._last_end_s = now_s
+        self.total_bytes += num_bytes
         if duration_s <= 0 or num_bytes <= 0:
             return  # shorter than the clock's resolution
         sample = num_bytes / duration_s
@@ -41,6 +45,10 @@ class Bandwidth:
         # Seconds per byte are averaged, not rates, because the estimate predicts how long the next read
         # takes.
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight / sample)
+
+    def bytes_s(self, num_bytes: int) -> float:
+        """Return how long reading `num_bytes` takes; 0 before the first measurement."""
+        return num_bytes / self.bytes_per_s if self.bytes_per_s is not None else 0.0
 
     def deadline_s(self, num_bytes: int) -> float:
         """Return how long a read may take.

@@ -84,6 +84,9 @@ class PeerLink:
         return LinkReport(
             peer=self.owner,
             bytes_per_s=self.reads.bandwidth.bytes_per_s or 0.0,
+            pull_s=self.reads.costs.pull_s,
+            exposed_s=self.reads.costs.exposed_s,
+            dial_s=self.reads.costs.dial_s,
             inflight_bytes=self.reads.inflight_blocks * self.reads.block_bytes,
             broken=self.reads.broken,
             transport=self.reads.transport,
@@ -202,11 +205,12 @@ class PeerLink:
         times, delay_s, attempts = self._reading.times, self._reading.times.redial_min_s, 0
         try:
             while not self.has_ended:
+                dialed_s = self._clock()
                 try:
                     async with asyncio.timeout(times.hello_s):
                         stream = await self._reading.network.open_peer(self.owner.address)
                     try:
-                        if await self._exchange_hellos(stream):
+                        if await self._exchange_hellos(stream, dialed_s):
                             attempts, delay_s = 0, times.redial_min_s
                             await self._receive(stream)
                     finally:
@@ -225,7 +229,7 @@ class PeerLink:
             if not self.has_ended:
                 raise
 
-    async def _exchange_hellos(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> bool:
+    async def _exchange_hellos(self, stream: Duplex[ReaderMessage, OwnerMessage], dialed_s: float) -> bool:
         """Send the hello and check the reply.
 
         Returns False, and ends the link, if epoch or layout do not match.
@@ -256,6 +260,7 @@ class PeerLink:
                 send=self.send,
                 on_change=self._reads_changed,
                 is_idle=lambda: not self._pulls and not self.has_ended,
+                dialed_s=dialed_s,
             )
             self._start_warming(self.reads)
         for pull in list(self._pulls.values()):

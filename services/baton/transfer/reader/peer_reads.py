@@ -18,6 +18,7 @@ from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, TransferBackend
 from baton.transfer.reader.bandwidth import SLOW_BYTES_PER_S, Bandwidth
+from baton.transfer.reader.pull_costs import PullCosts
 from baton.transfer.reader.quarantine import Quarantine
 from baton.transfer.reader.speed_requirement import SpeedRequirement
 from baton.transfer.reader.transfer_observer import TransferObserver
@@ -96,7 +97,9 @@ class PeerReads:
         send: Callable[[ReaderMessage], None],
         on_change: Callable[[], None],
         is_idle: Callable[[], bool],
+        dialed_s: float,
     ) -> None:
+        """`dialed_s`: when the attempt to connect began that the owner has answered."""
         self.owner, self.memory = owner, memory
         self.broken_by: Reason | None = None
         self.is_tried = False
@@ -106,6 +109,8 @@ class PeerReads:
         self.bandwidth = Bandwidth(
             deadline_min_s=shared.times.deadline_min_s, deadline_max_s=shared.times.deadline_max_s
         )
+        self.costs = PullCosts()
+        self._dialed_s = dialed_s
         self._shared, self._backend = shared, shared.backend
         self._send, self._on_change, self._is_idle = send, on_change, is_idle
         self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.memory[0].num_blocks))
@@ -312,8 +317,11 @@ class PeerReads:
         If a speed is required, pulls wait for the measurement.
         """
         self._required.postpone(self._clock())
+        is_first = not self.is_tried
         if not await self._probe_or_break(1):
             return
+        if is_first:
+            self.costs.dial_s = self._clock() - self._dialed_s
         size, most = 1, min(self._backend.max_probe_blocks, self.memory.num_blocks)
         best = 0.0
         while self._is_idle() or not self._required.is_met:

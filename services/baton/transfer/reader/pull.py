@@ -105,7 +105,7 @@ class Pull:
         self._has_retried = False
         loop = asyncio.get_running_loop()
         self._clock = loop.time
-        self._record = PullRecord(self._clock())
+        self._record = PullRecord(self._clock(), self._link_bytes())
         self.lease_start_s = self._record.started_s
         self.renewal_floor = 0
         self._follow_sent_s: float | None = None
@@ -204,7 +204,7 @@ class Pull:
         self._blocks.announce(message)
         if message.final and self.final is None:
             self.final = message
-            self._record.on_final_ready(now_s)
+            self._record.on_final_ready(now_s, self._link_bytes() if self._blocks.has_memory else None)
         self._wake()
         self._proceed()
 
@@ -336,6 +336,9 @@ class Pull:
         self._lifecycle.move(state)
         if self._deadline is not None:
             self._deadline.cancel()
+        reads, is_prefix = self._link.reads, isinstance(self.subject, HashRange)
+        if reason is None and reads is not None:
+            self._record.add_costs_to(reads.costs, reads.bandwidth, is_prefix=is_prefix)
         self._link.ended(self)
         self._link.observer.pull_ended(
             self._link.owner,
@@ -381,6 +384,11 @@ class Pull:
 
     def _on_deadline(self) -> None:
         self.fail(Reason.DEADLINE, "the request's deadline passed", code=Code.DEADLINE_EXCEEDED, retriable=False)
+
+    def _link_bytes(self) -> int | None:
+        """Return the bytes of all reads that the link has finished; None before its first read."""
+        reads = self._link.reads
+        return reads.bandwidth.total_bytes if reads is not None and reads.is_tried else None
 
     def _wake(self) -> None:
         self._changed.set()

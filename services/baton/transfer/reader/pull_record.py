@@ -6,7 +6,9 @@ from baton.core.errors import Reason
 from baton.core.ids import JobId, WorkerRef
 from baton.core.messages.peer_messages import FirstToken, HashRange, KvReady
 from baton.runtime.observability.tracing import Span
+from baton.transfer.reader.bandwidth import Bandwidth
 from baton.transfer.reader.pull_blocks import PullBlocks
+from baton.transfer.reader.pull_costs import PullCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,11 @@ class PullRecord:
     early_bytes: the part of `transfer_bytes` that was read before the final KvReady
     """
 
-    def __init__(self, started_s: float) -> None:
+    def __init__(self, started_s: float, link_bytes: int | None) -> None:
+        """`link_bytes`: bytes that the link has read so far; None if it is not connected yet."""
         self.started_s = started_s
+        self._bytes_at_start = link_bytes
+        self._bytes_at_final: int | None = None
         self.first_ready_s = self.final_s = self.ended_s = started_s
         self.transfer_bytes = self.early_bytes = 0
 
@@ -66,9 +71,27 @@ class PullRecord:
         """Record the end of the pull."""
         self.ended_s = now_s
 
-    def on_final_ready(self, now_s: float) -> None:
-        """Record the arrival of the final KvReady."""
+    def on_final_ready(self, now_s: float, link_bytes: int | None) -> None:
+        """Record the arrival of the final KvReady.
+
+        link_bytes: bytes that the link has read so far; None if the pull has no memory yet
+        """
         self.final_s, self.early_bytes = now_s, self.transfer_bytes
+        self._bytes_at_final = link_bytes
+
+    def add_costs_to(self, costs: PullCosts, bandwidth: Bandwidth, *, is_prefix: bool) -> None:
+        """Add what this pull, which has received all its blocks, took beyond the bytes on its link.
+
+        A pull that had to wait for the connection or for memory shows no such cost.
+        """
+        since = self._bytes_at_start if is_prefix else self._bytes_at_final
+        if since is None or bandwidth.total_bytes == since or not self.transfer_bytes:
+            return
+        bytes_s = bandwidth.bytes_s(bandwidth.total_bytes - since)
+        if is_prefix:
+            costs.pulled_prefix(self.duration_s, bytes_s)
+        else:
+            costs.pulled_prompt(self.ended_s - self.final_s, bytes_s)
 
     def result(
         self, final: KvReady | None, *, num_blocks: int, read_s: float, reading_since_s: float, transport: str
