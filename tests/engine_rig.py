@@ -37,6 +37,7 @@ class EngineRig:
         speculation: Speculation | None = None,
         tokens_per_step: Callable[[], float] = one_token,
         kv_windows: tuple[int, ...] = (0,),
+        announce_every: int = 1,
         **config: Any,
     ) -> None:
         """kv_windows: of the block tables."""
@@ -49,7 +50,13 @@ class EngineRig:
         self.config = EngineConfig(**(limits | config))
         self.generation_table = FakeGenerationTable(num_blocks)
         windows = TableWindows(kv_windows, self.config.block_size_tokens)
-        self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table, windows)
+        self.pool = BlockPool(
+            num_blocks,
+            self.config.block_size_tokens,
+            self.generation_table,
+            windows,
+            announce_every=announce_every,
+        )
         self.executor = executor_type(
             num_blocks, self.config.block_size_tokens, self.generation_table, windows=kv_windows
         )

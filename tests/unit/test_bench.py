@@ -71,3 +71,12 @@ def test_prefix_index_names_an_argument_that_is_too_small(
     with pytest.raises(SystemExit):
         prefix_index.main()
     assert f"{arguments[0]} is {arguments[1]}; must be at least" in capsys.readouterr().err
+
+
+def test_prefix_index_shows_what_announcing_fewer_blocks_costs() -> None:
+    figures = prefix_index.announcement_figures(num_chains=60, seed=1)
+    assert figures["announced_1_percent"] == figures["found_1_cut_short_percent"] == 100
+    assert 12.5 <= figures["announced_8_percent"] < 13
+    assert figures["found_8_next_short_percent"] == figures["found_8_next_long_percent"] == 100
+    assert 40 < figures["found_8_cut_short_percent"] < 80
+    assert 99 < figures["found_8_cut_long_percent"] < 100

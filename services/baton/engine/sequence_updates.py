@@ -93,12 +93,13 @@ class SequenceUpdates:
         if not num_tokens:
             return
         seq.num_computed_tokens += num_tokens
-        block_size_tokens, num_tables = self._config.block_size_tokens, seq.num_tables
+        block_size_tokens, num_tables, begin = self._config.block_size_tokens, seq.num_tables, seq.num_hashed_blocks
         for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // block_size_tokens):
             block_hash = seq.hash_of_block(index, block_size_tokens)
             for entry in range(index * num_tables, (index + 1) * num_tables):
                 self._pool.set_hash(seq.block_table[entry], block_hash)
             seq.num_hashed_blocks = index + 1
+        self._pool.announce(seq.hashes, begin, seq.num_hashed_blocks, is_end=False)
         if self._pool.windows.has_windows:
             self._pool.unref(seq.drop_blocks_before(self._pool.windows.first_blocks(seq.num_computed_tokens)))
         if seq.request.prefill_only:
@@ -110,6 +111,8 @@ class SequenceUpdates:
         Each unfinished sample but the first forks off as a new sequence.
         """
         by_sample = {token.sample_index: token for token in tokens}
+        if seq.first_token_s is None:  # the prompt is there, in part from the cache
+            self._pool.announce(seq.hashes, 0, seq.num_hashed_blocks, is_end=True)
         unfinished: list[SampledToken] = []
         for sample_index in seq.sample_indices:
             token = by_sample[sample_index]
@@ -156,6 +159,7 @@ class SequenceUpdates:
             self._queued_prefix.remove(seq.seq_id)
         if self._speculation is not None:
             self._speculation.forget(seq.key)
+        self._pool.announce(seq.hashes, seq.num_hashed_blocks, seq.num_hashed_blocks, is_end=True)
         self._pool.unref(seq.drop_blocks())
 
     def _unpublish_own(self, seq: EngineSequence) -> None:

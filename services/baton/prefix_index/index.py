@@ -1,7 +1,7 @@
 """The prefix index: which worker holds, or will soon hold, which leading blocks of a prompt."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -24,7 +24,8 @@ class PrefixOverlap:
     """Number of leading blocks of a prompt that a worker has.
 
     num_blocks: blocks that it holds or is expected to hold soon.
-    num_held_blocks: blocks that it holds now, in any tier. Only these can be pulled.
+    num_held_blocks: blocks that it holds now, in any tier. Only these can be pulled. It may hold a few more,
+        up to the next one that it would announce.
     num_device_blocks: leading blocks that are in device memory.
     """
 
@@ -40,15 +41,17 @@ class _Holder:
     """One incarnation of a worker.
 
     bit: its bit in masks.
+    announce_every: of how many successive blocks of a chain it claims one, and the last one.
     held: blocks that it claims, by tier. A dict, because it takes less memory than a set.
     """
 
-    __slots__ = ("bit", "held", "max_blocks", "worker")
+    __slots__ = ("announce_every", "bit", "held", "max_blocks", "worker")
 
-    def __init__(self, worker: WorkerRef, bit: int, max_blocks: int) -> None:
+    def __init__(self, worker: WorkerRef, bit: int, max_blocks: int, announce_every: int) -> None:
         self.worker = worker
         self.bit = bit
         self.max_blocks = max_blocks
+        self.announce_every = announce_every
         self.held: dict[Tier, dict[BlockHash, None]] = {}
 
 
@@ -59,9 +62,10 @@ class PrefixIndex:
     on the size of the index.
 
     Each block has one mask of the worker incarnations that claim it. The AND of the masks along a chain gives
-    the leading run of every worker, over as many blocks at a time as the same workers claim (`Claims`). An
-    incarnation that has ended is masked out immediately. Its claims are removed gradually (`sweep`), and its
-    bit is reused after that.
+    the leading run of every worker, over as many blocks at a time as the same workers claim (`Claims`). For a
+    worker that announces every k-th block, only those masks matter, and those of the k - 1 blocks after its
+    run, because the last block of each of its chains is announced. An incarnation that has ended is masked
+    out immediately. Its claims are removed gradually (`sweep`), and its bit is reused after that.
     """
 
     def __init__(self, *, max_expected_blocks: int = MAX_EXPECTED_BLOCKS) -> None:
@@ -71,6 +75,7 @@ class PrefixIndex:
         self._by_slot: list[str] = []
         self._free_slots: list[int] = []  # a heap
         self._present = 0  # mask of the incarnations that have not ended
+        self._by_interval: dict[int, int] = {}  # masks of these by `announce_every`
         self._tiers = {tier: Claims() for tier in Tier}
         self._other_tiers: list[Tier] = []  # tiers other than DEVICE that were used at least once
         self._ended: deque[tuple[int, dict[Tier, dict[BlockHash, None]]]] = (
@@ -81,11 +86,12 @@ class PrefixIndex:
 
     # -- incarnations --------------------------------------------------------------------------------------------------
 
-    def join(self, worker: WorkerRef, max_blocks: int = MAX_BLOCKS_PER_WORKER) -> None:
+    def join(self, worker: WorkerRef, max_blocks: int = MAX_BLOCKS_PER_WORKER, announce_every: int = 1) -> None:
         """Add a worker incarnation, and drop an earlier one of the same worker.
 
         If this incarnation is known, only its `max_blocks` changes.
         max_blocks: size of its pool. Claims beyond that, per tier, are ignored.
+        announce_every: of how many successive blocks of a chain it claims one; the last one is claimed, too.
         """
         known = self._holders.get(worker.worker_id)
         if known is not None:
@@ -93,7 +99,7 @@ class PrefixIndex:
                 known.max_blocks = max_blocks
                 return
             self.drop(known.worker)
-        self._begin(worker, max_blocks)
+        self._begin(worker, max_blocks, max(1, announce_every))
 
     def drop(self, worker: WorkerRef) -> None:
         """Remove a worker incarnation. Ignored if another one has replaced it."""
@@ -109,7 +115,7 @@ class PrefixIndex:
         holder = self._holder(worker)
         if holder is not None and any(holder.held.values()):
             self._end(holder)
-            self._begin(worker, holder.max_blocks)
+            self._begin(worker, holder.max_blocks, holder.announce_every)
 
     def sweep(self, max_claims: int) -> int:
         """Remove at most `max_claims` claims of ended incarnations.
@@ -191,16 +197,14 @@ class PrefixIndex:
         """
         has_other_tiers = bool(self._other_tiers)
         found: dict[str, PrefixOverlap] = {}
-        for length, mask in self._runs(
-            self._spans_of_any_tier(hashes) if has_other_tiers else self._tiers[Tier.DEVICE].spans(hashes)
-        ):
+        for length, mask in self._runs(hashes, self._any_tier if has_other_tiers else self._device):
             overlap = PrefixOverlap(
                 num_blocks=length, num_held_blocks=length, num_device_blocks=0 if has_other_tiers else length
             )
             for worker_id in self._ids(mask):
                 found[worker_id] = overlap
         if has_other_tiers:
-            for length, mask in self._runs(self._tiers[Tier.DEVICE].spans(hashes)):
+            for length, mask in self._runs(hashes, self._device):
                 for worker_id in self._ids(mask):
                     held = found[worker_id].num_held_blocks
                     found[worker_id] = PrefixOverlap(num_blocks=held, num_held_blocks=held, num_device_blocks=length)
@@ -210,7 +214,7 @@ class PrefixIndex:
                 known = found.get(worker_id, _NOTHING)
                 if length > known.num_blocks:
                     found[worker_id] = PrefixOverlap(
-                        num_blocks=self._end_of_run(hashes, length, self._holders[worker_id].bit),
+                        num_blocks=self._end_of_run(hashes, length, self._holders[worker_id]),
                         num_held_blocks=known.num_held_blocks,
                         num_device_blocks=known.num_device_blocks,
                     )
@@ -240,7 +244,7 @@ class PrefixIndex:
         holder = self._holders.get(worker.worker_id)
         return holder if holder is not None and holder.worker.is_same_incarnation(worker) else None
 
-    def _begin(self, worker: WorkerRef, max_blocks: int) -> None:
+    def _begin(self, worker: WorkerRef, max_blocks: int, announce_every: int) -> None:
         """Add an incarnation on the lowest free slot, so that masks stay short."""
         self.sweep(1)  # frees slots without claims whose expectations have expired
         if not self._free_slots:
@@ -248,12 +252,16 @@ class PrefixIndex:
             heappush(self._free_slots, len(self._by_slot) - 1)
         slot = heappop(self._free_slots)
         self._by_slot[slot] = worker.worker_id
-        self._holders[worker.worker_id] = _Holder(worker, 1 << slot, max_blocks)
+        self._holders[worker.worker_id] = _Holder(worker, 1 << slot, max_blocks, announce_every)
         self._present |= 1 << slot
+        self._by_interval[announce_every] = self._by_interval.get(announce_every, 0) | 1 << slot
 
     def _end(self, holder: _Holder) -> None:
         del self._holders[holder.worker.worker_id]
         self._present ^= holder.bit
+        self._by_interval[holder.announce_every] ^= holder.bit
+        if not self._by_interval[holder.announce_every]:
+            del self._by_interval[holder.announce_every]
         self.num_claims -= sum(len(held) for held in holder.held.values())
         self._ended.append((holder.bit.bit_length() - 1, holder.held))
 
@@ -262,24 +270,28 @@ class PrefixIndex:
         if self._ended or self._expecting:
             self.sweep(SWEPT_CLAIMS_PER_CHANGE * num_changes)
 
-    def _runs(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return (length, mask of the present workers whose leading run has that length). Each worker appears
-        once.
+    def _runs(self, hashes: Sequence[BlockHash], view: "_View") -> list[tuple[int, int]]:
+        """Return (length, mask of the present workers whose leading run has that length), each worker once.
 
-        Workers without a run are left out. `spans` as of `Claims.spans`.
+        Workers without a run are left out.
         """
         runs: list[tuple[int, int]] = []
-        alive, length = self._present, 0
-        for end, mask in spans:
-            still = alive & mask
-            if still != alive:
-                if length:
-                    runs.append((length, alive ^ still))
-                alive = still
-                if not alive:
-                    return runs
-            length = end
-        return [*runs, (length, alive)] if length else []
+        for interval, present in self._by_interval.items():
+            if interval == 1:
+                runs += [run for run in _announced_runs(view.spans(hashes), present) if run[0]]
+                continue
+            for num_announced, mask in _announced_runs(view.spans(tuple(hashes[interval - 1 :: interval])), present):
+                runs += _with_tails(hashes, num_announced * interval, interval, mask, view.mask_of)
+        return runs
+
+    @property
+    def _device(self) -> "_View":
+        claims = self._tiers[Tier.DEVICE]
+        return _View(claims.spans, claims.mask_of)
+
+    @property
+    def _any_tier(self) -> "_View":
+        return _View(self._spans_of_any_tier, self._mask_of)
 
     def _spans_of_any_tier(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
         """Yield spans of single blocks over all tiers, because the tier can change within a chain."""
@@ -293,11 +305,15 @@ class PrefixIndex:
             mask |= self._tiers[tier].mask_of(block_hash)
         return mask
 
-    def _end_of_run(self, hashes: Sequence[BlockHash], start: int, bit: int) -> int:
+    def _end_of_run(self, hashes: Sequence[BlockHash], start: int, holder: _Holder) -> int:
         """Return the end of a worker's run that continues at `start` after expected blocks."""
-        while start < len(hashes) and self._mask_of(hashes[start]) & bit:
-            start += 1
-        return start
+        end = start
+        for length in range(start + 1, len(hashes) + 1):
+            if self._mask_of(hashes[length - 1]) & holder.bit:
+                end = length
+            elif length % holder.announce_every == 0:
+                break
+        return end
 
     def _ids(self, mask: int) -> list[str]:
         """Return the worker ids of the bits in `mask`."""
@@ -307,3 +323,40 @@ class PrefixIndex:
             found.append(by_slot[bit.bit_length() - 1])
             mask ^= bit
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The claims of one tier or of all tiers, see `Claims`."""
+
+    spans: Callable[[Sequence[BlockHash]], Iterable[tuple[int, int]]]
+    mask_of: Callable[[BlockHash], int]
+
+
+def _announced_runs(spans: Iterable[tuple[int, int]], present: int) -> Iterator[tuple[int, int]]:
+    """Yield (length, mask of the workers whose leading run has that length). Each worker appears once."""
+    alive, length = present, 0
+    for end, mask in spans:
+        still = alive & mask
+        if still != alive:
+            yield length, alive ^ still
+            alive = still
+            if not alive:
+                return
+        length = end
+    yield length, alive
+
+
+def _with_tails(
+    hashes: Sequence[BlockHash], start: int, interval: int, mask: int, mask_of: Callable[[BlockHash], int]
+) -> Iterator[tuple[int, int]]:
+    """Extend runs that end at `start` by the ends of chains before the next block that would be announced."""
+    for length in range(min(len(hashes), start + interval - 1), start, -1):
+        ending = mask_of(hashes[length - 1]) & mask
+        if ending:
+            yield length, ending
+            mask ^= ending
+            if not mask:
+                return
+    if start:
+        yield start, mask

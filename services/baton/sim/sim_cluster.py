@@ -193,7 +193,13 @@ class SimCluster(InProcessCluster):
         memory = SimMemory(model.num_blocks, config.block_size_tokens)
         self.memories[worker.worker_id] = memory
         generations = MemoryGenerationTable(bytearray(ENTRY_BYTES * model.num_blocks), worker.worker_epoch)
-        pool = BlockPool(model.num_blocks, config.block_size_tokens, generations, layout.windows)
+        pool = BlockPool(
+            model.num_blocks,
+            config.block_size_tokens,
+            generations,
+            layout.windows,
+            announce_every=config.kv_announce_every,
+        )
         backend = SimTransferBackend(
             fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations
         )

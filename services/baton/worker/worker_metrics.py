@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
-from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.core.kv.kv_events import Tier
 from baton.core.kv.kv_layout import KvLayout
 from baton.engine.state.step import Executor, StepPlan, StepResult
 from baton.runtime.observability.metrics import EngineMetrics, TransferMetrics
@@ -136,10 +136,8 @@ class WorkerMetrics:
         for drafter, drafts in engine.counters.drafts.items():
             self._raise_to(self.engine.draft_tokens.labels(drafter), drafts.verified)
             self._raise_to(self.engine.accepted_draft_tokens.labels(drafter), drafts.accepted)
-        if worker.publisher is None:
-            self.engine.evictions.inc(sum(kind is KvEventKind.EVICTED for kind, _ in worker.pool.take_events()))
-        else:  # the pool returns each event only once, to the publisher
-            self._raise_to(self.engine.evictions, worker.publisher.num_evicted)
+        self._raise_to(self.engine.evictions, worker.pool.num_evicted)
+        if worker.publisher is not None:
             self._raise_to(self.engine.kv_resets, worker.publisher.num_resets)
             self.engine.kv_publisher_behind.set(worker.publisher.is_behind)
         self.transfer.open_leases.set(worker.owner.open_leases)

@@ -248,6 +248,7 @@ class Worker:
             open_leases=self.owner.open_leases,
             links=tuple(self.reader.links()),
             event_seq=self.publisher.event_seq if self.publisher is not None else 0,
+            announce_every=self.pool.announce_every,
             counted_decision_ids=counted,
             needs_replacement=self._lifecycle.needs_replacement,
             costs=self._costs.costs,

@@ -55,7 +55,7 @@ class ChangingPool:
         taken, self._changes = self._changes, []
         return taken
 
-    def hashes(self) -> list[BlockHash]:
+    def announced_hashes(self) -> list[BlockHash]:
         self.num_listings += 1
         return list(self._held)
 

@@ -128,6 +128,40 @@ def test_consecutive_blocks_of_the_same_holders_share_one_mask() -> None:
     assert sys.getsizeof(extents[0].mask) <= 40
 
 
+def test_worker_that_announces_some_blocks_is_known_up_to_the_last_one() -> None:
+    chain = hashes_of(range(4 * 30))
+    index = PrefixIndex()
+    index.join(W0, announce_every=8)
+    index.join(W1)
+    index.stored(W0, DEVICE, (chain[7], chain[15], chain[20]))
+    index.stored(W1, DEVICE, chain[:12])
+    assert index.overlaps(chain, 0.0) == {"w0": overlap(21), "w1": overlap(12)}
+    assert index.overlaps(chain[:20], 0.0)["w0"] == overlap(16), "another chain may differ in the blocks after them"
+    index.evicted(W0, DEVICE, (chain[20],))
+    assert index.overlaps(chain, 0.0)["w0"] == overlap(16)
+    index.evicted(W0, DEVICE, (chain[7],))
+    assert "w0" not in index.overlaps(chain, 0.0), "the beginning is not there"
+
+
+def test_short_chain_is_known_by_its_last_block() -> None:
+    index = PrefixIndex()
+    index.join(W0, announce_every=8)
+    index.stored(W0, DEVICE, (CHAIN[4],))
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(5)}
+    assert index.overlaps(CHAIN[:4], 0.0) == {}
+
+
+def test_expectation_ends_with_the_last_block_of_the_chain() -> None:
+    index = PrefixIndex()
+    index.join(W0, announce_every=4)
+    index.expect(W0, CHAIN, 9.0)
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(6, held=0)}
+    index.stored(W0, DEVICE, (CHAIN[3], CHAIN[5]))
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(6)}
+    index.evicted(W0, DEVICE, (CHAIN[5],))
+    assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(4)}, "nothing is expected any more"
+
+
 # -- against a naive index ---------------------------------------------------------------------------------------------
 
 
@@ -159,6 +193,7 @@ WORKERS = [worker_ref(worker_id, epoch) for worker_id in ("w0", "w1", "w2") for 
 @dataclass
 class NaiveHolder:
     worker: WorkerRef
+    announce_every: int = 1
     held: dict[Tier, set[bytes]] = field(default_factory=lambda: {tier: set() for tier in Tier})
     expected: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
@@ -173,9 +208,9 @@ class NaiveIndex:
         holder = self.holders.get(worker.worker_id)
         return holder if holder is not None and holder.worker == worker else None
 
-    def join(self, worker: WorkerRef) -> None:
+    def join(self, worker: WorkerRef, announce_every: int) -> None:
         if self.holder(worker) is None:
-            self.holders[worker.worker_id] = NaiveHolder(worker)
+            self.holders[worker.worker_id] = NaiveHolder(worker, announce_every)
 
     def drop(self, worker: WorkerRef) -> None:
         if self.holder(worker):
@@ -184,7 +219,7 @@ class NaiveIndex:
     def reset(self, worker: WorkerRef) -> None:
         holder = self.holder(worker)
         if holder and any(holder.held.values()):
-            self.holders[worker.worker_id] = NaiveHolder(worker)
+            self.holders[worker.worker_id] = NaiveHolder(worker, holder.announce_every)
 
     def stored(self, worker: WorkerRef, tier: Tier, hashes: Iterable[bytes]) -> None:
         if holder := self.holder(worker):
@@ -205,13 +240,24 @@ class NaiveIndex:
             holder.expected = {chain: until for chain, until in holder.expected.items() if until > now_s}
             device, held = holder.held[DEVICE], set().union(*holder.held.values())
             soon = held.union(*holder.expected)
-            if run(hashes, soon):
-                found[worker_id] = overlap(run(hashes, soon), run(hashes, held), run(hashes, device))
+            lengths = [run(hashes, among, holder.announce_every) for among in (soon, held, device)]
+            if lengths[0]:
+                found[worker_id] = overlap(*lengths)
         return found
 
 
-def run(hashes: tuple[bytes, ...], among: set[bytes]) -> int:
-    return next((i for i, block in enumerate(hashes) if block not in among), len(hashes))
+def run(hashes: tuple[bytes, ...], among: set[bytes], announce_every: int = 1) -> int:
+    """Return the last known length, up to the first block that would have been announced and was not."""
+    length = 0
+    for i, block in enumerate(hashes, 1):
+        if block in among:
+            length = i
+        elif i % announce_every == 0:
+            break
+    return length
+
+
+INTERVALS = {"w0": 1, "w1": 2, "w2": 4}
 
 
 some_blocks = st.lists(st.sampled_from(BLOCKS), max_size=12).map(tuple)
@@ -236,17 +282,20 @@ acts = st.one_of(
 def test_index_equals_naive_index(script: list[tuple]) -> None:
     index, naive, now_s = index_of(WORKERS[0], WORKERS[2]), NaiveIndex(), 0.0
     for worker in (WORKERS[0], WORKERS[2]):
-        naive.join(worker)
+        naive.join(worker, 1)
     for name, *arguments in script:
         if name == "wait":
             now_s += 1.0
         elif name == "sweep":
             index.sweep(*arguments)
         else:
+            more = {}
             if name == "expect":
                 arguments[2] = now_s + arguments[2]
-            getattr(index, name)(*arguments)
-            getattr(naive, name)(*arguments)
+            elif name == "join":
+                more["announce_every"] = INTERVALS[arguments[0].worker_id]
+            getattr(index, name)(*arguments, **more)
+            getattr(naive, name)(*arguments, **more)
         for chain in CHAINS:
             assert index.overlaps(chain, now_s) == naive.overlaps(chain, now_s), (name, arguments)
     assert index.num_claims == sum(len(held) for holder in naive.holders.values() for held in holder.held.values())

@@ -89,6 +89,8 @@ class WorkerReport:
     waiting_prefill_attended_tokens: (query, context) pairs of the waiting prompt tokens
         (`core.step_cost.attended_tokens`); 0 if not known.
     event_seq: number of the worker's last KV event.
+    announce_every: KV events name one of so many successive blocks of a chain. They name its last full block,
+        too.
     counted_decision_ids: placements that these loads already contain.
     needs_replacement: too many blocks are quarantined, and only a new process gets them back.
     costs: None if the worker has not measured itself yet.
@@ -131,6 +133,7 @@ class WorkerReport:
     tokens_per_step: float = 0.0
     ttft_target_factor: float = 0.0
     tpot_target_factor: float = 0.0
+    announce_every: int = 1
 
     @property
     def target_factors(self) -> TargetFactors:

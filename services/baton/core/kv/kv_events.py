@@ -1,5 +1,6 @@
 """Events and snapshots that describe which KV blocks a worker holds.
 
+A worker announces every k-th block of a chain and its last full one (`WorkerReport.announce_every`).
 The events of one worker incarnation are numbered from 1 without gaps. A RESET replaces all events before it;
 the snapshot that is written with it contains what the worker holds. A reader that misses an event reads the
 snapshot and continues from there.
@@ -60,7 +61,7 @@ class UnreadableEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSnapshot:
-    """All blocks that a worker holds after the event `event_seq`."""
+    """All announced blocks that a worker holds after the event `event_seq`."""
 
     worker: WorkerRef
     event_seq: int

@@ -40,17 +40,23 @@ class BlockPool:
         block_size_tokens: int,
         generation_table: GenerationTable,
         windows: TableWindows | None = None,
+        *,
+        announce_every: int = 1,
     ) -> None:
-        """`windows`: of the block tables that share the pool; None: one table without a window."""
+        """`windows`: of the block tables that share the pool; None: one table without a window.
+
+        announce_every: of how many successive blocks of a chain one is announced to schedulers
+        """
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
+        self.announce_every = announce_every
         self.windows = windows or TableWindows((0,), block_size_tokens)
         self._generation_table = generation_table
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
         self._fills = BlockFills(num_blocks)
         self._eviction_queue = EvictionQueue(num_blocks)
-        self._contents = ContentIndex(num_blocks)
+        self._contents = ContentIndex(num_blocks, announce_every)
         self._fence = StepFence()
         self._held_for_others = 0
         self._on_freed: list[Callable[[], None]] = []
@@ -225,14 +231,24 @@ class BlockPool:
             self._generation_table.begin_generation(block_id)
 
     def hashes(self) -> list[BlockHash]:
-        """Return the hashes of all content in the pool that belongs to table 0, for a snapshot."""
+        """Return the hashes of all content in the pool that belongs to table 0."""
         return self._contents.hashes()
 
-    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
-        """Return the net changes since the last call: content that was STORED or EVICTED.
+    def announced_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all announced content, for a snapshot."""
+        return self._contents.announced_hashes()
 
-        Content that was stored and evicted again in between is not reported.
-        """
+    def announce(self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool) -> None:
+        """Announce cached blocks of a chain to schedulers, see `ContentIndex.announce`."""
+        self._contents.announce(chain, begin, end, is_end=is_end)
+
+    @property
+    def num_evicted(self) -> int:
+        """Number of evictions of content of table 0."""
+        return self._contents.num_evicted
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        """Return the net changes since the last call: announced content that was STORED or EVICTED."""
         return self._contents.take_events()
 
     # -- replicas ------------------------------------------------------------------------------------------------------

@@ -27,10 +27,16 @@ class ContentIndex:
     """The published hash of each block, and the blocks of each hash.
 
     Several blocks in use may have the same content. One of them is found by its hash. Events and snapshots
-    name the content of block table 0 only, whose hashes are those of the tokens.
+    name announced content only: of block table 0, whose hashes are those of the tokens, every
+    `announce_every`-th block of a chain and its last full one. With 1 all content of the table is announced.
+
+    num_evicted: evictions of content of table 0, announced or not.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, announce_every: int) -> None:
+        self.num_evicted = 0
+        self._announce_every = announce_every
+        self._announced: dict[BlockHash, None] = {}
         self._table = [0] * num_blocks
         self._hash = [NO_HASH] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
@@ -99,8 +105,25 @@ class ContentIndex:
         """Return the hashes of all content of table 0."""
         return [block_hash for block_hash, block_id in self._by_hash.items() if not self._table[block_id]]
 
+    def announced_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all announced content."""
+        return list(self._announced)
+
+    def announce(self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool) -> None:
+        """Announce the content of a chain's blocks [begin, end), as far as it is known and was not announced.
+
+        is_end: the chain does not go on now, so its last block is announced, too
+        """
+        if self._announce_every == 1:
+            return  # announced when it was added
+        end = min(end, len(chain))
+        for index in range(self._next_announced(begin), end, self._announce_every):
+            self._announce(chain[index])
+        if is_end and end:
+            self._announce(chain[end - 1])
+
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
-        """Return the net changes since the last call: content that was STORED or EVICTED.
+        """Return the net changes since the last call: announced content that was STORED or EVICTED.
 
         Content that was stored and evicted again in between is not reported.
         """
@@ -115,7 +138,8 @@ class ContentIndex:
             self._same_content.setdefault(block_hash, []).append(block_id)
             return
         self._by_hash[block_hash] = block_id
-        self._changed(block_id, block_hash, KvEventKind.STORED)
+        if self._announce_every == 1:
+            self._announce(block_hash)
 
     def remove(self, block_id: int) -> None:
         """Remove the hash of a block that has one. The content is evicted if no other block has it."""
@@ -127,7 +151,10 @@ class ContentIndex:
                 self._same_content[block_hash] = others[1:]
         else:
             del self._by_hash[block_hash]
-            self._changed(block_id, block_hash, KvEventKind.EVICTED)
+            self.num_evicted += not self._table[block_id]
+            if block_hash in self._announced:
+                del self._announced[block_hash]
+                self._changed(block_hash, KvEventKind.EVICTED)
 
     def check(self, idle: Set[int]) -> None:
         """Check all invariants. `idle` are the blocks that are not in use. Raises AssertionError."""
@@ -140,9 +167,18 @@ class ContentIndex:
             not any(b in idle for more in self._same_content.values() for b in more),
             "an idle block has the same content as another",
         )
+        require(self._announced.keys() <= self._by_hash.keys(), "announced content is not known")
 
-    def _changed(self, block_id: int, block_hash: BlockHash, kind: KvEventKind) -> None:
-        if self._table[block_id]:
-            return
+    def _next_announced(self, index: int) -> int:
+        """Return the first of the announced positions of a chain that is not before `index`."""
+        return (index // self._announce_every + 1) * self._announce_every - 1
+
+    def _announce(self, block_hash: BlockHash) -> None:
+        block_id = self._by_hash.get(block_hash)
+        if block_id is not None and not self._table[block_id] and block_hash not in self._announced:
+            self._announced[block_hash] = None
+            self._changed(block_hash, KvEventKind.STORED)
+
+    def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
         if self._changes.pop(block_hash, kind) is kind:
             self._changes[block_hash] = kind

@@ -87,6 +87,14 @@ class ComputeSettings(Config):
         minimum=1,
         maximum=1024,
     )
+    kv_announce_every: int = setting(
+        8,
+        help="of how many successive KV blocks of a prompt one is announced to the schedulers, with its last full "
+        "block; 1 announces all",
+        unit="blocks",
+        minimum=1,
+        maximum=64,
+    )
     max_model_len: int | None = setting(
         None, help="maximum prompt and output length together; unset uses the model's maximum", unit="tokens", minimum=1
     )

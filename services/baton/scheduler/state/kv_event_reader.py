@@ -92,13 +92,13 @@ class KvEventReader:
         followed = self._followed(worker)
         return followed.order.event_seq if followed is not None else 0
 
-    def follow(self, worker: WorkerRef, max_blocks: int) -> None:
+    def follow(self, worker: WorkerRef, max_blocks: int, announce_every: int = 1) -> None:
         """Start following a worker epoch, or do nothing if it is followed. Other epochs of the worker end.
 
         The worker is added to the index immediately, so that blocks can be expected on it. `max_blocks`: size
-        of its pool.
+        of its pool. `announce_every`: see `WorkerReport`.
         """
-        self._index.join(worker, max_blocks)
+        self._index.join(worker, max_blocks, announce_every)
         if self._followed(worker) is None:
             self._workers[worker.worker_id] = _FollowedWorker(worker)
             self._joined.set()

@@ -121,7 +121,7 @@ def _is_connected(link: LinkReport, source: WorkerRef) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLink:
-    """What is expected of a peer that a worker has never read from. See `Links`."""
+    """The costs that are expected of a peer from which a worker has never read. See `Links`."""
 
     s_per_byte: float
     pull_s: float

@@ -42,7 +42,9 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
         tokenizer=read_grammar_tokenizer(path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids),
         finds_forced=finds_forced_tokens(config.speculate),
     )
-    pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
+    pool = BlockPool(
+        num_blocks, config.block_size_tokens, registered.generations, announce_every=config.kv_announce_every
+    )
     return Device(
         executor=EmulatedExecutor(
             layout=layout,

@@ -81,7 +81,13 @@ def _open_in_compute_thread(
     draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, gpu.draft_refused)
     num_blocks = _num_blocks(config, loaded, backend, layout, draft)
     cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
-    pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations, layout.windows)
+    pool = BlockPool(
+        num_blocks,
+        config.block_size_tokens,
+        registered.generations,
+        layout.windows,
+        announce_every=config.kv_announce_every,
+    )
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
     draft_device = None if draft is None else draft.open(thread, layout, num_blocks)  # may compile, too
     executor.warm(config.max_num_seqs)

@@ -103,6 +103,7 @@ class PrefixPuller:
                 return
             await self._pull_missing(source, wanted, needed[len(held)], len(held), num_missing, trace_context)
         finally:
+            self._pool.announce(wanted.hashes, 0, len(wanted.hashes), is_end=True)
             self._pool.unref(held)
 
     async def _pull_missing(

@@ -43,11 +43,11 @@ class KvEventSource(Protocol):
     block_size_tokens: int
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
-        """Return and clear the net changes since the last call: at most two per block of the pool."""
+        """Return and clear the net changes of announced blocks: at most two per block of the pool."""
         ...
 
-    def hashes(self) -> list[BlockHash]:
-        """Return the hashes of all blocks that the pool holds."""
+    def announced_hashes(self) -> list[BlockHash]:
+        """Return the hashes of the blocks that the pool holds and has announced."""
         ...
 
 
@@ -163,7 +163,7 @@ class KvEventPublisher:
 
     def _snapshot(self) -> KvSnapshot:
         """Return what is held as of `event_seq`. Only valid right after the pool's events were taken."""
-        held = tuple(self._pool.hashes())
+        held = tuple(self._pool.announced_hashes())
         self._is_snapshot_requested = False
         self._num_held, self._events_since_snapshot, self._hashes_since_snapshot = len(held), 0, 0
         return KvSnapshot(
