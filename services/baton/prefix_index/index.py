@@ -9,6 +9,7 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import Tier
 from baton.prefix_index.block_claims import Claims
+from baton.prefix_index.eviction_record import EvictionRecord
 from baton.prefix_index.expected_blocks import MAX_EXPECTED_BLOCKS, ExpectedBlocks
 
 MAX_BLOCKS_PER_WORKER = 16_777_216
@@ -83,6 +84,8 @@ class PrefixIndex:
         )  # (slot, claims that are still in the masks)
         self._expecting: list[int] = []  # ended slots without claims, but with expectations that have not expired
         self._expected = ExpectedBlocks(max_expected_blocks)
+        self.evictions = EvictionRecord()
+        """What the events of workers have evicted lately; filled by their reader."""
 
     # -- incarnations --------------------------------------------------------------------------------------------------
 

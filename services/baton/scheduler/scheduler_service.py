@@ -29,6 +29,7 @@ from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.decisions.decision_recorder import DecisionRecorder
 from baton.scheduler.decisions.decision_records import UnrecordedDecision
 from baton.scheduler.decisions.deferred_work import DeferredWork
+from baton.scheduler.decisions.missing_prefixes import MissingPrefixes
 from baton.scheduler.decisions.prediction_accuracy import PredictionAccuracy
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.policy_loading.load_policy import load_policy
@@ -101,6 +102,7 @@ class Scheduler(SchedulerService):
         self._placements_made = metrics.decisions.labels(rules.policy)
         self._rng = rng
         self.index = PrefixIndex()
+        self._missing = MissingPrefixes(self.index.evictions)
         self._state = ClusterState(
             silence_s=times.silence_s, reservation_s=times.reservation_s, awake_clock=awake_clock
         )
@@ -216,6 +218,7 @@ class Scheduler(SchedulerService):
     def _follow_up(self, decision: UnrecordedDecision) -> None:
         """Do what the answer need not wait for. The next decision must find it done."""
         answer = decision.answer
+        decision = replace(decision, missing=self._missing.explain(decision, asyncio.get_running_loop().time()))
         if isinstance(answer, Placement):
             self._expect_blocks(decision.query, answer)
             self._placements_made.inc()

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from baton.cli.admin.explain_view import policy_rules, render_decisions
 from baton.cli.main import cli
-from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason
 from baton.core.cluster.decision_terms import TERMS
 from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
@@ -51,6 +51,33 @@ ACTUALS: dict[str, Any] = {
 
 def shown(*records: DecisionRecord, is_verbose: bool = True) -> str:
     return printed(render_decisions(records, RULES if is_verbose else {}, is_verbose=is_verbose))
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (
+            MissingPrefix(num_blocks=16, reason=MissingReason.EVICTED, worker_id="w2", known_blocks=12, ago_s=6.0),
+            "16 full blocks of the prompt: w2 evicted at least 12 of them 6.00 s before",
+        ),
+        (
+            MissingPrefix(num_blocks=4, reason=MissingReason.HELD_ELSEWHERE, worker_id="w2", known_blocks=3),
+            "4 full blocks of the prompt: w2 holds 3 of them, but pulling them was predicted to take longer",
+        ),
+        (
+            MissingPrefix(num_blocks=1_200, reason=MissingReason.NEVER_SEEN),
+            "1,200 full blocks of the prompt: never seen",
+        ),
+    ],
+)
+def test_missing_prefix_is_explained(missing: MissingPrefix, said: str) -> None:
+    assert said in " ".join(shown(decision_record(missing=missing)).split())
+    assert "full blocks of the prompt" not in shown(decision_record())
+
+
+@pytest.mark.parametrize("reason", MissingReason)
+def test_every_reason_has_a_sentence(reason: MissingReason) -> None:
+    assert "5 full blocks" in shown(decision_record(missing=MissingPrefix(num_blocks=5, reason=reason)))
 
 
 def test_placement_shows_workers_policy_and_rule() -> None:

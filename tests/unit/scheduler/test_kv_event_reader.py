@@ -150,6 +150,19 @@ async def test_index_follows_stored_blocks() -> None:
 
 
 @virtual
+async def test_evictions_are_remembered() -> None:
+    async with rig_of() as rig:
+        w0 = rig.start()
+        w0.store(*CHAIN[:3])
+        await asyncio.sleep(1.0)
+        w0.pool.unref(w0.pool.allocate(w0.pool.num_allocatable) or [])
+        w0.publisher.wake()
+        await asyncio.sleep(1.0)
+        position, eviction = rig.index.evictions.last_of(CHAIN) or (None, None)
+        assert (position, eviction and eviction.worker_id, rig.runs()) == (2, "w0", {})
+
+
+@virtual
 async def test_new_reader_starts_with_the_snapshot() -> None:
     async with rig_of() as rig:
         w0 = rig.start()

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.core.cluster.decision_record import MissingReason
 from baton.core.cluster.placement import Placement, Rejection
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerState
@@ -291,6 +292,22 @@ async def test_predicted_and_actual_prefix_hits_are_counted() -> None:
             "predicted": 96,
             "actual": 48,
         }  # the second finds what the first has computed
+
+
+@virtual
+async def test_decision_record_says_why_a_prefix_was_missing() -> None:
+    async with a_scheduler("kv_centric") as (scheduler, network):
+        await join(network, measured("h0", "hybrid"))
+        reasons = []
+        for number, tenant in enumerate(("a", "a", "b")):
+            hashes = hashes_of([*range(100), 0, 0] if tenant == "a" else [1, *range(101)], 16)
+            asked = query(
+                request_id=bytes([number]), num_prompt_tokens=102, block_hashes=hashes, tenant=tenant, prefix_key=b"k"
+            )
+            await scheduler.place(asked)
+            (record,) = await scheduler.explain(asked.request_id)
+            reasons.append(record.missing and (record.missing.num_blocks, record.missing.reason))
+        assert reasons == [(6, MissingReason.NEVER_SEEN), None, (6, MissingReason.OTHER_TENANT)]
 
 
 @virtual

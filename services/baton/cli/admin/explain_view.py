@@ -11,7 +11,7 @@ from rich.text import Text
 
 from baton.cli.admin.explain_verdict import FINISHED, verdict
 from baton.cli.formatting import seconds, size, table
-from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.decision_record import DecisionRecord, MissingPrefix, MissingReason
 from baton.core.cluster.decision_terms import PREDICTIONS, TERMS, in_display_order, label_of
 from baton.core.cluster.placement import Placement, Rejection
 
@@ -56,6 +56,8 @@ def _attempt(record: DecisionRecord, rules: Mapping[str, str], is_verbose: bool)
     facts: list[tuple[str, str]] = []
     if record.num_excluded:
         facts.append(("excluded", ", ".join(f"{number} {why}" for why, number in sorted(record.num_excluded.items()))))
+    if record.missing is not None:
+        facts.append(("computed", _missing(record.missing)))
     if record.placement is not None:
         if predicted := _predicted(record.placement):
             facts.append(("predicted", predicted))
@@ -141,6 +143,23 @@ def _term(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return seconds(value) if name.endswith("_s") else f"{value:,.10g}"
+
+
+def _missing(missing: MissingPrefix) -> str:
+    """Say how many full blocks of the prompt are not reused, and why."""
+    why = {
+        MissingReason.HELD_ELSEWHERE: f"{missing.worker_id} holds {missing.known_blocks:,} of them, but pulling them "
+        "was predicted to take longer than computing them",
+        MissingReason.DEMOTED: f"{missing.worker_id} holds {missing.known_blocks:,} of them in a slower tier, from "
+        "which they were predicted to come later",
+        MissingReason.EVICTED: f"{missing.worker_id} evicted at least {missing.known_blocks:,} of them "
+        f"{seconds(missing.ago_s or 0.0)} before",
+        MissingReason.OTHER_TENANT: "equal first tokens are known of another tenant, whose cache is separate",
+        MissingReason.OTHER_MODEL: "equal first tokens are known for another model",
+        MissingReason.OTHER_SALT: "equal first tokens are known with another cache salt",
+        MissingReason.NEVER_SEEN: "never seen, or forgotten",
+    }
+    return f"{missing.num_blocks:,} full blocks of the prompt: {why[missing.reason]}"
 
 
 def _predicted(placement: Placement) -> str:

@@ -1,6 +1,7 @@
 """The record of one placement decision."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.ids import DecisionId, WorkerRef
@@ -21,11 +22,48 @@ class Candidate:
     excluded: str = ""
 
 
+class MissingReason(Enum):
+    """The reason why a part of a prompt is computed although it might have been cached.
+
+    HELD_ELSEWHERE: another worker holds it, but computing is predicted to be faster than pulling it.
+    DEMOTED: the same, and that worker holds it in a slower tier than device memory.
+    EVICTED: the last worker that is known to have had it has evicted it.
+    OTHER_TENANT, OTHER_MODEL, OTHER_SALT: equal first tokens are known for another tenant, model or cache
+        salt, whose KV is never shared.
+    NEVER_SEEN: nothing is known of it, or no longer.
+    """
+
+    HELD_ELSEWHERE = "held_elsewhere"
+    DEMOTED = "demoted"
+    EVICTED = "evicted"
+    OTHER_TENANT = "other_tenant"
+    OTHER_MODEL = "other_model"
+    OTHER_SALT = "other_salt"
+    NEVER_SEEN = "never_seen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingPrefix:
+    """The full blocks of a prompt that the placement does not reuse, and why.
+
+    worker_id: the worker that holds or has evicted some of them; empty for other reasons.
+    known_blocks: how many of them, from the first on.
+    ago_s: time since the eviction.
+    """
+
+    num_blocks: int
+    reason: MissingReason
+    worker_id: str = ""
+    known_blocks: int = 0
+    ago_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
     """The decision about one attempt, its candidates, and the measured outcome.
 
     num_excluded: number of workers that were not chosen, by reason.
+    missing: why blocks of the prompt are computed; None if all are reused, or the reason is unknown.
     actuals: the measured outcome (`RequestActuals`); empty until the request has ended.
     inputs: JSON text from which the decision can be repeated (`scheduler.decisions.decision_records`); empty
         if it cannot be.
@@ -43,6 +81,7 @@ class DecisionRecord:
     num_excluded: dict[str, int] = field(default_factory=dict)
     actuals: dict[str, object] = field(default_factory=dict)
     inputs: str = ""
+    missing: MissingPrefix | None = None
 
     def is_chosen(self, candidate: Candidate) -> bool:
         """Return True if the candidate got its side of the request.

@@ -19,6 +19,8 @@ class PlacementQuery:
     model_fingerprint: weights that generated the outputs which the client has. Empty if it has none: any
         worker that serves `model` will do.
     avoid: workers that have failed the request.
+    prefix_key: hash of the first tokens without tenant, model and salt, to explain why a prefix is missing;
+        empty if the prompt has no full block.
     session_key: identifies the client's session. Reserved for session affinity; no policy uses it.
     waited_s: time since a gateway received the request.
     answer_within_s: the gateway gives up on a scheduler that has not answered within this time.
@@ -40,6 +42,7 @@ class PlacementQuery:
     priority: int = 0
     deadline_s: float = 600.0
     avoid: tuple[WorkerRef, ...] = ()
+    prefix_key: bytes = b""
     session_key: str = ""
     waited_s: float = 0.0
     answer_within_s: float = 5.0

@@ -18,6 +18,8 @@ BlockHash: TypeAlias = bytes
 
 HASH_BYTES = 16
 NO_HASH: BlockHash = bytes(HASH_BYTES)
+PREFIX_KEY_BLOCKS = 8
+"""Most blocks that `prefix_key` covers."""
 HASH_SCHEME = "blake2b-128/1"
 
 
@@ -60,6 +62,19 @@ def chain(parent: BlockHash, tokens: TokenIds, block_size_tokens: int) -> Iterat
     for end in range(step, len(view) + 1, step):
         parent = blake2b(b"".join((parent, view[end - step : end])), digest_size=HASH_BYTES).digest()
         yield parent
+
+
+def prefix_key(tokens: TokenIds, block_size_tokens: int) -> bytes:
+    """Return a hash of the first `PREFIX_KEY_BLOCKS` full blocks, or of fewer if there are fewer; empty for
+    none.
+
+    Equal for all tenants and models, so it must not lead to KV.
+    """
+    num_tokens = min(PREFIX_KEY_BLOCKS, len(tokens) // block_size_tokens) * block_size_tokens
+    if not num_tokens:
+        return b""
+    content = memoryview(tokens).cast("B")[: num_tokens * tokens.itemsize]
+    return blake2b(content, digest_size=HASH_BYTES, person=b"baton-prefix-key").digest()
 
 
 def table_hash(block_hash: BlockHash, table: int) -> BlockHash:

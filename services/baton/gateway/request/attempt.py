@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.core.cluster.placement import Placement, PlacementQuery
 from baton.core.ids import JobId, WorkerRef
-from baton.core.kv.block_hash import BlockHash, TokenIds, chain, root_hash
+from baton.core.kv.block_hash import BlockHash, TokenIds, chain, prefix_key, root_hash
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import GenerateRequest
@@ -22,6 +22,7 @@ class Attempt:
 
     request: its `token_ids` are the prompt and the outputs that earlier attempts delivered.
     number: 0 for the first attempt.
+    prefix_key: see `PlacementQuery`.
     block_hashes, hash_scheme: hashes of the full blocks of `token_ids`; empty if no KV layout is known yet.
     model_fingerprint: if not empty, only workers with this fingerprint may run the attempt.
     avoid: workers on which an earlier attempt failed.
@@ -31,6 +32,7 @@ class Attempt:
     number: int
     block_hashes: tuple[BlockHash, ...] = ()
     hash_scheme: str = ""
+    prefix_key: bytes = b""
     model_fingerprint: str = ""
     avoid: tuple[WorkerRef, ...] = ()
 
@@ -57,6 +59,7 @@ class Attempt:
             max_tokens=request.sampling.max_tokens,
             block_hashes=self.block_hashes,
             hash_scheme=self.hash_scheme,
+            prefix_key=self.prefix_key,
             model_fingerprint=self.model_fingerprint,
             sample_count=len(request.sample_indices),
             tenant=request.tenant,
@@ -121,7 +124,12 @@ async def make_attempt(
         hashes += more
         await asyncio.sleep(0)
     return Attempt(
-        request=request, number=number, block_hashes=tuple(hashes), hash_scheme=layout.hash_scheme, avoid=avoid
+        request=request,
+        number=number,
+        block_hashes=tuple(hashes),
+        hash_scheme=layout.hash_scheme,
+        prefix_key=prefix_key(request.token_ids, layout.block_size_tokens),
+        avoid=avoid,
     )
 
 

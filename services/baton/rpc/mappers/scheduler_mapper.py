@@ -3,7 +3,7 @@
 import json
 
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
-from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
@@ -34,7 +34,7 @@ _QUERY = MessageMapping(
     pb.PlacementQuery,
     {
         **dict.fromkeys(("request_id", "model", "tenant", "hash_scheme", "model_fingerprint"), _NAME),
-        **dict.fromkeys(("session_key", "trace_context"), _NAME),
+        **dict.fromkeys(("session_key", "trace_context", "prefix_key"), _NAME),
         **dict.fromkeys(("deadline_s", "waited_s", "answer_within_s"), _SECONDS),
         "block_hashes": nested(c.to_hash_bytes, c.from_hash_bytes),
         "slo": nested(_SLO.to_wire, _SLO.from_wire),
@@ -175,6 +175,18 @@ def _from_json(text: str) -> dict[str, object]:
     return value
 
 
+def _from_missing_reason(text: str) -> MissingReason:
+    try:
+        return MissingReason(text)
+    except ValueError as error:
+        raise invalid(f"the reason of a missing prefix is {text[:50]!r}, which this release does not know") from error
+
+
+_MISSING = MessageMapping(
+    MissingPrefix,
+    pb.MissingPrefix,
+    {"reason": nested(lambda reason: reason.value, _from_missing_reason), "worker_id": _NAME, "ago_s": _SECONDS},
+)
 _CANDIDATE = MessageMapping(Candidate, pb.Candidate, {"worker": _REF, "terms": _COUNTS})
 _RECORD = MessageMapping(
     DecisionRecord,
@@ -184,6 +196,7 @@ _RECORD = MessageMapping(
         "placement": nested(to_placement, from_placement, optional=True),
         "rejection": nested(_REJECTION.to_wire, _REJECTION.from_wire, optional=True),
         "candidates": repeated(_CANDIDATE.to_wire, _CANDIDATE.from_wire),
+        "missing": nested(_MISSING.to_wire, _MISSING.from_wire, optional=True),
         "num_excluded": _COUNTS,
         "actuals": nested(_to_json, _from_json),
     },

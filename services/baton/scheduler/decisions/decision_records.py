@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
-from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.ids import DecisionId
 from baton.core.plain_json import from_plain, to_plain
@@ -34,6 +34,7 @@ class UnrecordedDecision:
     Its record is built later, because that takes longer than deciding.
 
     choice: None if the policy itself rejected the request.
+    missing: see `DecisionRecord`.
     cluster: None if the answer does not depend on the cluster. The decision cannot be repeated then.
     """
 
@@ -45,18 +46,21 @@ class UnrecordedDecision:
     choice: Choice | None
     cluster: ClusterSnapshot | None
     rules: DecisionRules
+    missing: MissingPrefix | None = None
 
     def to_record(self) -> DecisionRecord:
         """Build the record. Takes a few hundred microseconds."""
         candidates = self.choice.candidates if self.choice is not None else ()
         record = build_record(self.decision_id, self.scheduler_id, self.policy, self.query, self.answer, candidates)
         if self.cluster is None:
-            return record
-        return replace(record, inputs=_inputs(self.cluster, self.rules, self.choice, record.candidates))
+            return replace(record, missing=self.missing)
+        return replace(
+            record, missing=self.missing, inputs=_inputs(self.cluster, self.rules, self.choice, record.candidates)
+        )
 
     def without_inputs(self) -> "UnrecordedDecision":
         """Return a copy that holds only the answer, which frees the snapshot."""
-        return replace(self, query=replace(self.query, block_hashes=()), choice=None, cluster=None)
+        return replace(self, query=replace(self.query, block_hashes=(), prefix_key=b""), choice=None, cluster=None)
 
 
 def build_record(
@@ -69,8 +73,8 @@ def build_record(
 ) -> DecisionRecord:
     """Build a record with at most `MAX_CANDIDATES` candidates, the chosen ones first.
 
-    The others are counted by the reason of their exclusion. Block hashes are left out to keep the record
-    small.
+    The others are counted by the reason of their exclusion. Hashes of the prompt are left out to keep the
+    record small.
     """
     placed = answer if isinstance(answer, Placement) else None
     chosen = {w.worker_id for w in (placed.prefill, placed.decode) if w is not None} if placed else set()
@@ -84,7 +88,7 @@ def build_record(
         policy=policy,
         request_id=query.request_id,
         attempt=query.attempt,
-        query=replace(query, block_hashes=()),
+        query=replace(query, block_hashes=(), prefix_key=b""),
         placement=placed,
         rejection=answer if isinstance(answer, Rejection) else None,
         candidates=tuple(eligible[:MAX_CANDIDATES]),

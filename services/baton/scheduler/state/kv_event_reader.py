@@ -215,8 +215,12 @@ class KvEventReader:
         action = followed.order.take_event(event)
         self.num_events[action] += 1
         if action is EventAction.APPLY and isinstance(event, KvEvent):
-            apply = self._index.stored if event.kind is KvEventKind.STORED else self._index.evicted
-            apply(event.worker, event.tier, event.hashes)
+            if event.kind is KvEventKind.STORED:
+                self._index.stored(event.worker, event.tier, event.hashes)
+            else:
+                self._index.evicted(event.worker, event.tier, event.hashes)
+                now_s = asyncio.get_running_loop().time()
+                self._index.evictions.add(event.worker.worker_id, event.hashes, now_s)
         elif action in (EventAction.GAP, EventAction.RESET, EventAction.DAMAGED):
             followed.due_s = 0.0
             log.info("kv_events_interrupted", worker=str(event.worker), reason=action.value, event_seq=event.event_seq)

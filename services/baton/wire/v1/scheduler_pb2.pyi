@@ -56,7 +56,7 @@ class Slo(_message.Message):
     def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class PlacementQuery(_message.Message):
-    __slots__ = ("request_id", "attempt", "model", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key", "waited_s", "answer_within_s", "trace_context")
+    __slots__ = ("request_id", "attempt", "model", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key", "waited_s", "answer_within_s", "trace_context", "prefix_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class PlacementQuery(_message.Message):
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     ANSWER_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_KEY_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     attempt: int
     model: str
@@ -95,7 +96,8 @@ class PlacementQuery(_message.Message):
     waited_s: float
     answer_within_s: float
     trace_context: str
-    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ..., waited_s: _Optional[float] = ..., answer_within_s: _Optional[float] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    prefix_key: bytes
+    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ..., waited_s: _Optional[float] = ..., answer_within_s: _Optional[float] = ..., trace_context: _Optional[str] = ..., prefix_key: _Optional[bytes] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
     __slots__ = ("placement", "rejection", "still_waiting")
@@ -381,7 +383,7 @@ class Candidate(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., side: _Optional[str] = ..., terms: _Optional[_Mapping[str, float]] = ..., excluded: _Optional[str] = ...) -> None: ...
 
 class DecisionRecord(_message.Message):
-    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json", "inputs")
+    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json", "inputs", "missing")
     class NumExcludedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +403,7 @@ class DecisionRecord(_message.Message):
     NUM_EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     ACTUALS_JSON_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     scheduler_id: str
     policy: str
@@ -413,7 +416,22 @@ class DecisionRecord(_message.Message):
     num_excluded: _containers.ScalarMap[str, int]
     actuals_json: str
     inputs: str
-    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ...) -> None: ...
+    missing: MissingPrefix
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ..., missing: _Optional[_Union[MissingPrefix, _Mapping]] = ...) -> None: ...
+
+class MissingPrefix(_message.Message):
+    __slots__ = ("num_blocks", "reason", "worker_id", "known_blocks", "ago_s")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    reason: str
+    worker_id: str
+    known_blocks: int
+    ago_s: float
+    def __init__(self, num_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., worker_id: _Optional[str] = ..., known_blocks: _Optional[int] = ..., ago_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "node_shutting_down")
