@@ -16,6 +16,7 @@ from baton.core.ids import WorkerRef
 from baton.core.interfaces import Source
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, TokenLogprobs
+from baton.core.request_limits import MAX_SESSION_CHARACTERS
 from baton.core.tokenizer_fingerprint import EMULATED
 
 
@@ -31,6 +32,7 @@ class Caller:
     timeout_s: seconds left until the client's deadline; None if the client set none.
     address: address of the client, for logs only.
     trace_context: W3C `traceparent`; empty if it was not sent.
+    session: id of the client's session from its headers (`session_of`); empty if none was sent.
     cut_off: gives up the response; ends the client's connection if output that was sent to it is unread.
     """
 
@@ -38,7 +40,32 @@ class Caller:
     timeout_s: float | None = None
     address: str = ""
     trace_context: str = ""
+    session: str = ""
     cut_off: Callable[[], None] = field(default=_nothing, compare=False)
+
+
+SESSION_HEADERS = (
+    "x-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
+    "x-opencode-session",
+)
+"""Headers, or gRPC metadata, that name a client's session, in order of precedence.
+
+The first one is for every client. Claude Code sends the second, Codex the third or in older releases the
+fourth, and opencode the last two.
+"""
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """Return the session that the headers name, or an empty string.
+
+    A value that is no valid `session` is ignored, because agents send these headers to every server.
+    """
+    values = (headers.get(name, "") for name in SESSION_HEADERS)
+    return next((v for v in values if 0 < len(v) <= MAX_SESSION_CHARACTERS and v.isprintable()), "")
 
 
 class PartKind(Enum):

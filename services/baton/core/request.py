@@ -112,6 +112,7 @@ class GenerateRequest:
     priority: lower numbers are served first.
     tenant, cache_salt: prefixes are shared only within a tenant; the salt is part of the block hashes.
     trace_context: W3C `traceparent`, or empty.
+    session: id of the client's session within its tenant, or empty.
     """
 
     request_id: bytes
@@ -127,6 +128,7 @@ class GenerateRequest:
     tenant: str = "default"
     cache_salt: bytes = b""
     trace_context: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

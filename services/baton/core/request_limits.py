@@ -118,6 +118,8 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 """Maximum size of a request's grammar, in the form that workers compile."""
 MAX_BAD_WORD_TOKENS = 64
 """Maximum number of tokens of one bad word."""
+MAX_SESSION_CHARACTERS = 128
+"""Longest id of a client's session."""
 MIN_ARRAY_IDS = 1024
 """A list of this many token ids or more becomes an array. Fields other than prompts have fewer."""
 MAX_PROMPT_TOKENS = 2**20
@@ -172,6 +174,7 @@ LIMITS: Mapping[str, Limit] = {
     "return_tokens_as_token_ids": _flag(),
     "timeline": _flag(),
     "cache_salt": Limit(kind=ValueKind.STRING, minimum=1, maximum=512),
+    "session": Limit(kind=ValueKind.STRING, minimum=1, maximum=MAX_SESSION_CHARACTERS),
     "priority": Limit(kind=ValueKind.INTEGER, minimum=-I32_MAX, maximum=I32_MAX, default=0),
     "slo.ttft_ms": Limit(kind=ValueKind.NUMBER, above=0, maximum=86_400_000),
     "slo.tpot_ms": Limit(kind=ValueKind.NUMBER, above=0, maximum=86_400_000),

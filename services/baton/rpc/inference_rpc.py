@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from baton.core.client_api import Caller, GenerateChunk, GenerateStream, InferenceApi, ModelInfo
+from baton.core.client_api import Caller, GenerateChunk, GenerateStream, InferenceApi, ModelInfo, session_of
 from baton.core.errors import Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import LIMITS
@@ -46,6 +46,7 @@ def caller_of(context: Context) -> Caller:
         timeout_s=None if left_s is None else min(left_s, MAX_TIMEOUT_S),
         address=context.peer(),
         trace_context=str(metadata.get(TRACE_KEY, "")),
+        session=session_of({name: str(value) for name, value in metadata.items()}),
     )
 
 

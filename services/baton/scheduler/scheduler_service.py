@@ -36,6 +36,7 @@ from baton.scheduler.policy_loading.load_policy import load_policy
 from baton.scheduler.scheduler_budget import query_bytes
 from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.open_placements import OpenPlacements
+from baton.scheduler.state.session_table import SessionTable
 from baton.scheduler.state.worker_streams import SchedulerTimes, WorkerStreams
 
 log = get_logger(__name__)
@@ -103,6 +104,7 @@ class Scheduler(SchedulerService):
         self._rng = rng
         self.index = PrefixIndex()
         self._missing = MissingPrefixes(self.index.evictions)
+        self._sessions = SessionTable()
         self._state = ClusterState(
             silence_s=times.silence_s, reservation_s=times.reservation_s, awake_clock=awake_clock
         )
@@ -218,8 +220,10 @@ class Scheduler(SchedulerService):
     def _follow_up(self, decision: UnrecordedDecision) -> None:
         """Do what the answer need not wait for. The next decision must find it done."""
         answer = decision.answer
-        decision = replace(decision, missing=self._missing.explain(decision, asyncio.get_running_loop().time()))
+        now_s = asyncio.get_running_loop().time()
+        decision = replace(decision, missing=self._missing.explain(decision, now_s))
         if isinstance(answer, Placement):
+            decision = replace(decision, session=self._sessions.placed(decision.query, now_s))
             self._expect_blocks(decision.query, answer)
             self._placements_made.inc()
         else:
@@ -296,6 +300,8 @@ class Scheduler(SchedulerService):
         self._recorder.finished(actuals)
         ended = self._open_placements.release(actuals.decision_id)
         if ended is not None:
+            if ended.session is not None:
+                self._sessions.ended(ended.session, asyncio.get_running_loop().time())
             self._accuracy.observe(ended, actuals)
             self._queue.wake()
 

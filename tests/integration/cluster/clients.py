@@ -25,10 +25,12 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     num_samples: int = 1
+    session: str | None = None
 
     def body(self) -> dict[str, Any]:
         s = self.sampling
         return {
+            "session": self.session,
             "prompt": list(self.prompt),
             "max_tokens": s.max_tokens,
             "temperature": s.temperature,

@@ -63,6 +63,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         "device": "emulated",
         "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
         "policy": "kv_centric",
+        "kv_announce_every": 1,  # so that the index has as many blocks as the workers
         "transfer": "nixl",
         "kv_memory": 256 * 2**20,
         "max_model_len": MAX_MODEL_LEN,

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from baton.cli.admin.explain_view import policy_rules, render_decisions
 from baton.cli.main import cli
-from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason
+from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason, SessionTurn
 from baton.core.cluster.decision_terms import TERMS
 from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
@@ -58,7 +58,7 @@ def shown(*records: DecisionRecord, is_verbose: bool = True) -> str:
     [
         (
             MissingPrefix(num_blocks=16, reason=MissingReason.EVICTED, worker_id="w2", known_blocks=12, ago_s=6.0),
-            "16 full blocks of the prompt: w2 evicted at least 12 of them 6.00 s before",
+            "16 full blocks of the prompt: w2 evicted at least 12 of them 6 s before",
         ),
         (
             MissingPrefix(num_blocks=4, reason=MissingReason.HELD_ELSEWHERE, worker_id="w2", known_blocks=3),
@@ -73,6 +73,14 @@ def shown(*records: DecisionRecord, is_verbose: bool = True) -> str:
 def test_missing_prefix_is_explained(missing: MissingPrefix, said: str) -> None:
     assert said in " ".join(shown(decision_record(missing=missing)).split())
     assert "full blocks of the prompt" not in shown(decision_record())
+
+
+def test_turn_of_a_session_is_shown_with_its_gap() -> None:
+    record = decision_record(
+        query=query(session_key="agent-7"), session=SessionTurn(turn=3, gap_s=5.25, median_gap_s=4.0)
+    )
+    assert "session agent-7, turn 3, 5.25 s after the turn before (median 4 s)" in " ".join(shown(record).split())
+    assert "session" not in shown(decision_record())
 
 
 @pytest.mark.parametrize("reason", MissingReason)

@@ -101,6 +101,7 @@ def text(value: str, kind: str = "text") -> dict[str, Any]:
         ({"truncation": "disabled", "background": False, "previous_response_id": None, "metadata": {"a": "b"}}, {}),
         ({"seed": 3, "top_k": 4, "slo": {"ttft_ms": 9}}, {"seed": 3, "top_k": 4, "slo": {"ttft_ms": 9}}),
         ({"cache_salt": "s", "bad_words": ["x"], "n": 1}, {"cache_salt": "s", "bad_words": ["x"]}),
+        ({"session": "s"}, {"session": "s"}),
     ],
 )
 def test_fields_of_responses_become_fields_of_a_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -233,6 +234,7 @@ def test_echo_is_the_json_of_its_fields(value: Any, size: int) -> None:
         ({"chat_template_kwargs": THINKING}, {"chat_template_kwargs": THINKING}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
         ({"cache_salt": "s", "ignore_eos": True}, {"cache_salt": "s", "ignore_eos": True}),
+        ({"session": "s"}, {"session": "s"}),
         ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": ANSWER_FORMAT}),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},

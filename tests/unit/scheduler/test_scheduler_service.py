@@ -311,6 +311,22 @@ async def test_decision_record_says_why_a_prefix_was_missing() -> None:
 
 
 @virtual
+async def test_decision_records_have_the_turn_of_the_session() -> None:
+    async with a_scheduler("kv_centric") as (scheduler, network):
+        await join(network, measured("h0", "hybrid"))
+        turns = []
+        for number in range(3):
+            asked = query(request_id=bytes([number]), num_prompt_tokens=50, session_key="s")
+            placed = await scheduler.place(asked)
+            assert isinstance(placed, Placement)
+            await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="finished"))
+            (record,) = await scheduler.explain(asked.request_id)
+            turns.append((record.query.session_key, record.session and (record.session.turn, record.session.gap_s)))
+            await asyncio.sleep(2.0 + number)
+        assert turns == [("s", (1, None)), ("s", (2, pytest.approx(2.0))), ("s", (3, pytest.approx(3.0)))]
+
+
+@virtual
 async def test_metrics_of_a_removed_worker_are_removed() -> None:
     registry = CollectorRegistry()
     async with a_scheduler("kv_centric", registry=registry, silence_s=0.2) as (scheduler, network):

@@ -49,6 +49,7 @@ def _attempt(record: DecisionRecord, rules: Mapping[str, str], is_verbose: bool)
     rule = rules.get(record.policy, "")
     yield _facts(
         ("request", _query(record)),
+        *_session(record),
         ("policy", f"{record.policy}, at {record.scheduler_id}" + (f": {rule}" if rule else "")),
     )
     if record.candidates:
@@ -143,6 +144,19 @@ def _term(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return seconds(value) if name.endswith("_s") else f"{value:,.10g}"
+
+
+def _session(record: DecisionRecord) -> Iterator[tuple[str, str]]:
+    """Describe the request's place in its client's session, if it has one."""
+    session = record.session
+    if session is None:
+        return
+    text = f"{record.query.session_key}, turn {session.turn:,}"
+    if session.gap_s is not None:
+        text += f", {seconds(session.gap_s)} after the turn before"
+    if session.median_gap_s is not None:
+        text += f" (median {seconds(session.median_gap_s)})"
+    yield "session", text
 
 
 def _missing(missing: MissingPrefix) -> str:

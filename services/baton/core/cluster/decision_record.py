@@ -59,10 +59,25 @@ class MissingPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTurn:
+    """The place of a request in its client's session, as far as the scheduler has placed it.
+
+    turn: counts from 1.
+    gap_s: time from the end of the turn before to the arrival of this one; None if none has ended.
+    median_gap_s: of the last gaps; None if there was none.
+    """
+
+    turn: int
+    gap_s: float | None = None
+    median_gap_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
     """The decision about one attempt, its candidates, and the measured outcome.
 
     num_excluded: number of workers that were not chosen, by reason.
+    session: None if the client named no session.
     missing: why blocks of the prompt are computed; None if all are reused, or the reason is unknown.
     actuals: the measured outcome (`RequestActuals`); empty until the request has ended.
     inputs: JSON text from which the decision can be repeated (`scheduler.decisions.decision_records`); empty
@@ -82,6 +97,7 @@ class DecisionRecord:
     actuals: dict[str, object] = field(default_factory=dict)
     inputs: str = ""
     missing: MissingPrefix | None = None
+    session: SessionTurn | None = None
 
     def is_chosen(self, candidate: Candidate) -> bool:
         """Return True if the candidate got its side of the request.

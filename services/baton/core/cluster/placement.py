@@ -21,7 +21,8 @@ class PlacementQuery:
     avoid: workers that have failed the request.
     prefix_key: hash of the first tokens without tenant, model and salt, to explain why a prefix is missing;
         empty if the prompt has no full block.
-    session_key: identifies the client's session. Reserved for session affinity; no policy uses it.
+    session_key: id of the client's session within its tenant; empty if the client sends none. No policy uses
+        it.
     waited_s: time since a gateway received the request.
     answer_within_s: the gateway gives up on a scheduler that has not answered within this time.
     trace_context: W3C traceparent, or empty.

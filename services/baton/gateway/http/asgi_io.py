@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapp
 from types import TracebackType
 from typing import Any, Self
 
-from baton.core.client_api import Caller
+from baton.core.client_api import Caller, session_of
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
 from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.gateway.http.openai_errors import Headers
@@ -82,6 +82,7 @@ def caller_of(scope: Scope) -> Caller:
         timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER.encode())),
         address=":".join(map(str, scope.get("client") or ())),
         trace_context=headers.get(b"traceparent", b"").decode("latin-1"),
+        session=session_of({name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}),
     )
 
 

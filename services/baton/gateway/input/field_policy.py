@@ -265,6 +265,9 @@ _SERVICE: FieldTable = {
     "priority": ReadField("Requests with lower numbers are served first."),
     "slo": ReadField("Service level objective of the request.", table=SLO),
     "cache_salt": ReadField("Reuse cached prefixes only of requests with the same salt, and of the same tenant."),
+    "session": ReadField(
+        "Id of the client's session, whose requests follow each other; also in the header x-session-id."
+    ),
     "prompt_cache_options": PROMPT_CACHE,
     "deadline_s": RefusedField("send the header x-baton-timeout-ms"),
     "lora_path": RefusedField(_ONE_MODEL),

@@ -43,6 +43,7 @@ class ParsedRequest:
     add_special_tokens: None means the endpoint's default.
     truncate_prompt_tokens: number of last tokens of the prompt to keep; -1 keeps as many as fit, None all.
     cache_salt: the client's own salt for cached prefixes.
+    session: id of the client's session; empty if the body names none.
     constraint: format of the answers; None if their text is free.
     bad_words: texts that the answers must not have.
     """
@@ -62,6 +63,7 @@ class ParsedRequest:
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str = ""
+    session: str = ""
     constraint: AnswerConstraint | None = None
     bad_words: tuple[str, ...] = ()
 
@@ -129,6 +131,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
         add_special_tokens=read.value("add_special_tokens"),
         truncate_prompt_tokens=_truncate_prompt_tokens(read),
         cache_salt=read.value("cache_salt") or "",
+        session=read.value("session") or "",
         output_options=_output_options(body, read, unknown, echo=echo, drops_output=max_tokens == 0),
     )
 

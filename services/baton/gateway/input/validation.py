@@ -150,7 +150,6 @@ class Validator:
         model_limits = self._model_limits()
         _check_allowed(parsed, identity, model_limits)
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
-        trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
         text = None if parsed.chat is None else await self.chat_text(parsed.chat)
         prompts = await self._tokenize(parsed, text, model_limits.max_model_len)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
@@ -167,7 +166,8 @@ class Validator:
                 replace(
                     self._request(parsed, tokens, rules, model_limits, received_s, deadline_s),
                     request_id=request_id if request_id and index == 0 else self.draw_id(),
-                    trace_context=trace_context,
+                    trace_context=caller.trace_context if is_traceparent(caller.trace_context) else "",
+                    session=parsed.session or caller.session,
                     tenant=identity.tenant,
                     cache_salt=mixed_salt(identity.cache_salt, parsed.cache_salt),
                 )

@@ -63,6 +63,7 @@ class Attempt:
             model_fingerprint=self.model_fingerprint,
             sample_count=len(request.sample_indices),
             tenant=request.tenant,
+            session_key=request.session,
             slo=request.slo,
             priority=request.priority,
             deadline_s=max(0.0, request.deadline_s - now_s),

@@ -43,6 +43,7 @@ FIELDS_JSON = "fields_json"
 """Field with further fields of the body, as JSON. The gateway reads it."""
 _SCALARS = (
     "model",
+    "session",
     "max_tokens",
     "temperature",
     "top_p",

@@ -3,7 +3,7 @@
 import json
 
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
-from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason
+from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason, SessionTurn
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
@@ -187,6 +187,7 @@ _MISSING = MessageMapping(
     pb.MissingPrefix,
     {"reason": nested(lambda reason: reason.value, _from_missing_reason), "worker_id": _NAME, "ago_s": _SECONDS},
 )
+_SESSION = MessageMapping(SessionTurn, pb.SessionTurn, {"gap_s": _SECONDS, "median_gap_s": _SECONDS})
 _CANDIDATE = MessageMapping(Candidate, pb.Candidate, {"worker": _REF, "terms": _COUNTS})
 _RECORD = MessageMapping(
     DecisionRecord,
@@ -196,6 +197,7 @@ _RECORD = MessageMapping(
         "placement": nested(to_placement, from_placement, optional=True),
         "rejection": nested(_REJECTION.to_wire, _REJECTION.from_wire, optional=True),
         "candidates": repeated(_CANDIDATE.to_wire, _CANDIDATE.from_wire),
+        "session": nested(_SESSION.to_wire, _SESSION.from_wire, optional=True),
         "missing": nested(_MISSING.to_wire, _MISSING.from_wire, optional=True),
         "num_excluded": _COUNTS,
         "actuals": nested(_to_json, _from_json),

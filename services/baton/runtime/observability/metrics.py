@@ -222,7 +222,8 @@ class SchedulerMetrics(_Family):
             "kv_events_degraded", "1 while the prefix index cannot read the workers' block events, else 0."
         )
         self.prefix_index_blocks = self._gauge(
-            "prefix_index_blocks", "Blocks in the prefix index; a block is counted once per worker that holds it."
+            "prefix_index_blocks",
+            "Announced blocks in the prefix index; a block is counted once per worker that holds it.",
         )
         self.prefix_index_workers_behind = self._gauge(
             "prefix_index_workers_behind", "Workers whose block events are not completely in the prefix index."

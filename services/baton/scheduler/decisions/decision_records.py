@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
-from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix
+from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, SessionTurn
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.ids import DecisionId
 from baton.core.plain_json import from_plain, to_plain
@@ -34,7 +34,7 @@ class UnrecordedDecision:
     Its record is built later, because that takes longer than deciding.
 
     choice: None if the policy itself rejected the request.
-    missing: see `DecisionRecord`.
+    missing, session: see `DecisionRecord`.
     cluster: None if the answer does not depend on the cluster. The decision cannot be repeated then.
     """
 
@@ -47,16 +47,16 @@ class UnrecordedDecision:
     cluster: ClusterSnapshot | None
     rules: DecisionRules
     missing: MissingPrefix | None = None
+    session: SessionTurn | None = None
 
     def to_record(self) -> DecisionRecord:
         """Build the record. Takes a few hundred microseconds."""
         candidates = self.choice.candidates if self.choice is not None else ()
         record = build_record(self.decision_id, self.scheduler_id, self.policy, self.query, self.answer, candidates)
+        record = replace(record, missing=self.missing, session=self.session)
         if self.cluster is None:
-            return replace(record, missing=self.missing)
-        return replace(
-            record, missing=self.missing, inputs=_inputs(self.cluster, self.rules, self.choice, record.candidates)
-        )
+            return record
+        return replace(record, inputs=_inputs(self.cluster, self.rules, self.choice, record.candidates))
 
     def without_inputs(self) -> "UnrecordedDecision":
         """Return a copy that holds only the answer, which frees the snapshot."""

@@ -9,6 +9,7 @@ from baton.core.ids import DecisionId
 from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
 from baton.scheduler.scheduler_budget import PLACEMENT_BYTES
 from baton.scheduler.state.cluster_state import ClusterState
+from baton.scheduler.state.session_table import SessionKey, session_of_query
 
 MAX_OPEN_PLACEMENTS = 65_536
 """Placements whose requests have not ended. Beyond that, the oldest is released."""
@@ -19,6 +20,7 @@ class OpenPlacement(NamedTuple):
 
     placement: Placement
     num_prompt_tokens: int
+    session: SessionKey | None = None
 
     @property
     def overlap_blocks(self) -> int:
@@ -49,7 +51,7 @@ class OpenPlacements:
     def add(self, query: PlacementQuery, placement: Placement, now_s: float) -> None:
         """Reserve what a placement takes. Raises OverBudget if the budget holds not even one."""
         self._reserve_bytes()
-        self._open[placement.decision_id] = OpenPlacement(placement, query.num_prompt_tokens)
+        self._open[placement.decision_id] = OpenPlacement(placement, query.num_prompt_tokens, session_of_query(query))
         self._state.reserve(placement.decision_id, query, placement, now_s)
 
     def release(self, decision_id: DecisionId) -> OpenPlacement | None:

@@ -383,7 +383,7 @@ class Candidate(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., side: _Optional[str] = ..., terms: _Optional[_Mapping[str, float]] = ..., excluded: _Optional[str] = ...) -> None: ...
 
 class DecisionRecord(_message.Message):
-    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json", "inputs", "missing")
+    __slots__ = ("decision_id", "scheduler_id", "policy", "request_id", "attempt", "query", "placement", "rejection", "candidates", "num_excluded", "actuals_json", "inputs", "missing", "session")
     class NumExcludedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +404,7 @@ class DecisionRecord(_message.Message):
     ACTUALS_JSON_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     scheduler_id: str
     policy: str
@@ -417,7 +418,18 @@ class DecisionRecord(_message.Message):
     actuals_json: str
     inputs: str
     missing: MissingPrefix
-    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ..., missing: _Optional[_Union[MissingPrefix, _Mapping]] = ...) -> None: ...
+    session: SessionTurn
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ..., missing: _Optional[_Union[MissingPrefix, _Mapping]] = ..., session: _Optional[_Union[SessionTurn, _Mapping]] = ...) -> None: ...
+
+class SessionTurn(_message.Message):
+    __slots__ = ("turn", "gap_s", "median_gap_s")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    GAP_S_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_GAP_S_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    gap_s: float
+    median_gap_s: float
+    def __init__(self, turn: _Optional[int] = ..., gap_s: _Optional[float] = ..., median_gap_s: _Optional[float] = ...) -> None: ...
 
 class MissingPrefix(_message.Message):
     __slots__ = ("num_blocks", "reason", "worker_id", "known_blocks", "ago_s")
