@@ -52,6 +52,7 @@ GROUPS = {
         "kv_memory",
         "weight_cache",
         "block_size_tokens",
+        "kv_announce_every",
         "threads_per_worker",
         "memory_budget",
         "ray_memory_limit",
