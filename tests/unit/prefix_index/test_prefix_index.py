@@ -162,6 +162,17 @@ def test_expectation_ends_with_the_last_block_of_the_chain() -> None:
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(4)}, "nothing is expected any more"
 
 
+def test_announced_blocks_go_on_after_expected_ones() -> None:
+    chain = hashes_of(range(4 * 12))
+    index = PrefixIndex()
+    index.join(W0, announce_every=4)
+    index.stored(W0, DEVICE, (chain[7], chain[8]))
+    index.expect(W0, chain[:5], 9.0)
+    assert index.overlaps(chain, 0.0) == {"w0": overlap(9, held=0)}
+    index.evicted(W0, DEVICE, (chain[7],))
+    assert index.overlaps(chain, 0.0) == {"w0": overlap(5, held=0)}, "the block at which it would have been announced"
+
+
 # -- against a naive index ---------------------------------------------------------------------------------------------
 
 

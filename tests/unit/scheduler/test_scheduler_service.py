@@ -14,7 +14,7 @@ from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason, StreamBroken
 from baton.core.ids import WorkerRef
-from baton.core.kv.kv_events import KvSnapshot
+from baton.core.kv.kv_events import KvSnapshot, Tier
 from baton.core.request import RequestActuals, Slo
 from baton.scheduler.decisions.recent_decisions import MAX_DECISIONS
 from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed
@@ -324,6 +324,18 @@ async def test_decision_records_have_the_turn_of_the_session() -> None:
             turns.append((record.query.session_key, record.session and (record.session.turn, record.session.gap_s)))
             await asyncio.sleep(2.0 + number)
         assert turns == [("s", (1, None)), ("s", (2, pytest.approx(2.0))), ("s", (3, pytest.approx(3.0)))]
+
+
+@virtual
+async def test_index_knows_of_how_many_blocks_a_worker_announces_one() -> None:
+    feed, chain = MemoryKvEventFeed(), hashes_of(range(160), 16)
+    async with a_scheduler("kv_centric", feed=feed) as (scheduler, network):
+        report = measured("h0", "hybrid", announce_every=4)
+        held = {Tier.DEVICE: (chain[3], chain[7], chain[8])}
+        await feed.reset(KvSnapshot(worker=report.worker, event_seq=1, block_size_tokens=16, hashes=held), 60.0)
+        await join(network, report)
+        await asyncio.sleep(1.0)
+        assert scheduler.index.overlaps(chain, 0.0)["h0"].num_held_blocks == 9
 
 
 @virtual

@@ -32,6 +32,14 @@ def test_turn_that_begins_before_the_last_one_has_ended_has_no_gap() -> None:
     assert turn(table, 2.0) == SessionTurn(turn=2)
 
 
+def test_pause_counts_only_once() -> None:
+    table = SessionTable()
+    turn(table, 1.0)
+    table.ended(("default", "s"), 2.0)
+    assert turn(table, 5.0) == SessionTurn(turn=2, gap_s=3.0, median_gap_s=3.0)
+    assert turn(table, 9.0) == SessionTurn(turn=3, median_gap_s=3.0), "the second turn still runs"
+
+
 def test_later_attempt_is_no_turn() -> None:
     table = SessionTable()
     turn(table, 1.0)

@@ -131,11 +131,20 @@ class Node:
         self.ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:1")
         self.layout = builders.windowed_layout(kv_windows, block_size_tokens=BLOCK)
         self.config = WorkerConfig(
-            **{**worker_times(), "role": role, "worker_id": worker_id, "schedulers": (SCHEDULER,), **changes}
+            **{
+                **worker_times(),
+                "role": role,
+                "worker_id": worker_id,
+                "schedulers": (SCHEDULER,),
+                "kv_announce_every": 1,
+                **changes,
+            }
         )
         memory = SimMemory(num_blocks, BLOCK)
         generations = MemoryGenerationTable(bytearray(num_blocks * ENTRY_BYTES), epoch)
-        self.pool = BlockPool(num_blocks, BLOCK, generations, self.layout.windows)
+        self.pool = BlockPool(
+            num_blocks, BLOCK, generations, self.layout.windows, announce_every=self.config.kv_announce_every
+        )
         self.memory = memory
         self.health = Health("worker")
         constraints = TokenConstraints(

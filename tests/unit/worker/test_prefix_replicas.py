@@ -10,7 +10,7 @@ from baton.core.request import Sampling
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.transfer.reader.pull import Pull
 from baton.worker.jobs.leg import chain_root
-from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE
+from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE, PrefixPuller
 from tests.unit.worker.harness import BLOCK, Node
 from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, PROMPT, Trio, trio
 from tests.unit.worker.virtual_loop import virtual
@@ -29,6 +29,17 @@ def copies(node: Node) -> tuple[int, int]:
 def hashes(workers: Trio, prompt: bytes) -> list[BlockHash]:
     job, _ = workers.jobs(prompt=prompt)
     return list(chain(chain_root(workers.p.layout.model_fingerprint, b"", BLOCK), job.token_ids, BLOCK))
+
+
+@virtual
+async def test_pulled_prefix_is_announced_although_no_prompt_follows() -> None:
+    async with trio(kv_announce_every=8) as workers:
+        await workers.hold()
+        puller = PrefixPuller(engine=workers.p.worker.engine, reader=workers.p.worker.reader, costs=lambda: None)
+        known = hashes(workers, PROMPT)
+        await puller.pull(workers.source(), known)
+        assert set(workers.p.pool.announced_hashes()) == {known[7], known[15], known[NUM_BLOCKS - 1]}
+        assert workers.p.worker.report(1, ()).announce_every == 8
 
 
 def num_cached(workers: Trio, prompt: bytes) -> int:
