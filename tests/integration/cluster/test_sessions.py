@@ -32,9 +32,11 @@ MODEL: EmulatedModel = read_emulated_model(DEMO_DIR, dtype="float32", max_model_
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
+    """A cluster whose decode worker computes no prompts while it decodes: its answers are late already."""
     settings = {
         "device": "emulated",
-        "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
+        "emulated_costs": "step=5ms,prefill_token=1ms,decode_seq=100us",
+        "tpot_target_factor": 1.01,
         "policy": "kv_centric",
         "transfer": "nixl",
         "kv_memory": 256 * 2**20,
@@ -59,7 +61,7 @@ async def decision(cluster: ProcessCluster, response: Response) -> DecisionRecor
 
 
 async def keep_decoding(cluster: ProcessCluster, rng: Random) -> None:
-    """Send long requests forever, so that the decode worker has steps to spare for no prompt."""
+    """Send long requests forever, so that the decode worker has no steps to spare."""
     sampling = Sampling(max_tokens=800, temperature=0.0, ignore_eos=True)
     async with Client(cluster) as client:
         while True:
