@@ -23,6 +23,7 @@ class NaiveBlock:
     released_at: int = 0  # time when it became idle in its present state
     is_copy: bool = False
     num_uses: int = 0
+    was_reused: bool = False
 
     @property
     def state(self) -> str:
@@ -52,6 +53,16 @@ class Pools:
         self.in_flight: list[int] = []
         self.step = 0
         self.here: set[bytes] = set()
+        self.copying: set[int] = set()
+        self.told: list[int | bytes] = []
+        self.expected: list[int | bytes] = []
+        self.pool.add_listener(self)
+
+    def became_idle(self, block_id: int) -> None:
+        self.told.append(block_id)
+
+    def withdrawn(self, block_hash: bytes) -> None:
+        self.told.append(block_hash)
 
     def where(self, *states: str) -> list[int]:
         return [i for i, b in enumerate(self.naive) if b.state in states]
@@ -76,12 +87,18 @@ class Pools:
             ):
                 block.block_hash = NO_HASH
             block.is_copy &= block.block_hash != NO_HASH
+            if block.block_hash != NO_HASH:
+                self.expected.append(i)
             block.released_at = self.tick()
             block.released_in_step = self.in_flight[-1] if self.in_flight else 0
 
     def allocate(self, receives: bool) -> None:
         count = self.rng.randint(0, self.num_blocks)
-        idle = [i for i in self.where("free", "cached") if self.naive[i].released_in_step not in self.in_flight]
+        idle = [
+            i
+            for i in self.where("free", "cached")
+            if self.naive[i].released_in_step not in self.in_flight and i not in self.copying
+        ]
         got = self.pool.allocate_receiving(count) if receives else self.pool.allocate(count)
         assert (got is None) == (count > len(idle))
         if got is None:
@@ -96,7 +113,7 @@ class Pools:
         rng, pool, naive = self.rng, self.pool, self.naive
         action = rng.choice(
             "allocate allocate receiving receiving copy copy use use forget ref unref unref pin unpin hash".split()
-            + "land drop quarantine heal launch launch finish withdraw doubt".split()
+            + "export export exported land drop quarantine heal launch launch finish withdraw doubt".split()
         )
         if action in ("allocate", "receiving"):
             self.allocate(action == "receiving")
@@ -149,6 +166,7 @@ class Pools:
                 naive[i].num_uses += naive[i].is_copy
                 if naive[i].is_copy and naive[i].num_uses == 2:
                     naive[i].is_copy, naive[i].released_at = False, self.tick()
+                naive[i].was_reused |= not naive[i].is_copy
         elif action == "forget":
             count = rng.randint(0, self.num_blocks)
             cold = sorted((i for i in self.where("cached") if naive[i].is_copy), key=lambda i: naive[i].eviction_key)
@@ -172,6 +190,15 @@ class Pools:
             for i in chosen:
                 naive[i].fill = "void"
             self.released(chosen)
+        elif action == "export":
+            for i in self.some(list(range(self.num_blocks))):
+                is_possible = naive[i].state == "cached" and i not in self.copying
+                assert pool.begin_copy(i) == (naive[i].block_hash if is_possible else NO_HASH)
+                self.copying |= {i} if is_possible else set()
+        elif action == "exported":
+            chosen = self.some(sorted(self.copying))
+            pool.end_copy(chosen)
+            self.copying -= set(chosen)
         elif action == "launch":
             pool.step_launched()
             self.step += 1
@@ -188,6 +215,7 @@ class Pools:
         elif action == "doubt":
             chosen = self.some([i for i in self.where("used") if naive[i].fill == ""])[:1]
             pool.unpublish(chosen)
+            self.expected += [naive[i].block_hash for i in chosen if naive[i].block_hash != NO_HASH]
             for i in chosen:
                 naive[i].block_hash, naive[i].is_copy = NO_HASH, False
                 naive[i].generation += 1
@@ -199,6 +227,11 @@ class Pools:
         assert reported == tuple(
             len(self.where(state)) for state in ("free", "cached", "used", "receiving", "quarantined")
         )
+        assert pool.num_allocatable == len(set(self.where("free", "cached")) - self.copying)
+        assert self.told == self.expected
+        for block in self.naive:
+            block.was_reused &= block.block_hash != NO_HASH
+        assert [pool.is_reused(i) for i in range(self.num_blocks)] == [b.was_reused for b in self.naive]
         assert counts.held_for_others == sum(b.pins > 0 and not b.refs for b in self.naive)
         copies = [b for b in self.naive if b.is_copy and b.fill != "void"]
         assert (pool.num_replicas, pool.num_idle_replicas) == (len(copies), sum(b.state == "cached" for b in copies))

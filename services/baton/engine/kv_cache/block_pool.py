@@ -12,7 +12,7 @@ Content that was pulled from another worker's cache is a replica until a second 
 replicas are evicted before other cached content (`engine.kv_cache.eviction`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 
 from baton.core.cluster.worker_report import BlockCounts
@@ -23,6 +23,7 @@ from baton.core.kv.kv_tables import TableWindows
 from baton.engine.kv_cache.block_fills import BlockFill, BlockFills
 from baton.engine.kv_cache.content_index import CachedPrefix, ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
+from baton.engine.kv_cache.pool_listeners import CopySources, PoolListener
 from baton.engine.kv_cache.step_fence import StepFence
 from baton.engine.state.require import require
 
@@ -58,6 +59,7 @@ class BlockPool:
         self._eviction_queue = EvictionQueue(num_blocks)
         self._contents = ContentIndex(num_blocks, announce_every)
         self._fence = StepFence()
+        self._copies = CopySources()
         self._held_for_others = 0
         self._on_freed: list[Callable[[], None]] = []
 
@@ -65,8 +67,9 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that can be allocated when no step is in flight: free ones and idle cached ones."""
-        return len(self._eviction_queue)
+        """Blocks that can be allocated when no step is in flight: free ones and idle cached ones, except those
+        that are being copied out."""
+        return len(self._eviction_queue) - self.num_idle(self._copies.copying)
 
     @property
     def num_replicas(self) -> int:
@@ -89,7 +92,7 @@ class BlockPool:
             total=self.num_blocks,
             free=self._eviction_queue.num_free,
             cached=self._eviction_queue.num_cached,
-            used=self.num_blocks - self.num_allocatable - self._fills.num_receiving - self._fills.num_quarantined,
+            used=self.num_blocks - len(self._eviction_queue) - self._fills.num_receiving - self._fills.num_quarantined,
             receiving=self._fills.num_receiving,
             quarantined=self._fills.num_quarantined,
             held_for_others=self._held_for_others,
@@ -111,16 +114,22 @@ class BlockPool:
         """Call `callback` whenever a sequence or a transfer may have made blocks allocatable."""
         self._on_freed.append(callback)
 
+    def add_listener(self, listener: PoolListener) -> None:
+        """Tell `listener` about blocks that become idle and about content that is withdrawn."""
+        self._copies.add_listener(listener)
+
     # -- allocation and references -------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int, entries: Sequence[int] = ()) -> list[int] | None:
         """Allocate blocks to compute into. Each gets a new generation and one reference.
 
         entries: of a flat block table (`core.kv.kv_tables`) for which the blocks are; empty: all for table 0.
-        Blocks that a step in flight may still read or write are not allocated. Returns None, and changes
-        nothing, if fewer than `num_blocks` are available.
+        Blocks that a step in flight may still read or write, or that are being copied out, are not allocated.
+        Returns None, and changes nothing, if fewer than `num_blocks` are available.
         """
-        fenced = self._fence.blocks
+        fenced: Set[int] = self._fence.blocks
+        if self._copies.copying:
+            fenced = fenced | self._copies.copying
         chosen = list(islice((b for b in self._eviction_queue if b not in fenced), num_blocks))
         if len(chosen) < num_blocks:
             return None
@@ -227,6 +236,7 @@ class BlockPool:
         """
         for block_id in block_ids:
             if self._contents.has_content(block_id):
+                self._copies.withdrawn(self._contents.hash_of(block_id))
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
 
@@ -241,6 +251,10 @@ class BlockPool:
     def announce(self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool) -> None:
         """Announce cached blocks of a chain to schedulers, see `ContentIndex.announce`."""
         self._contents.announce(chain, begin, end, is_end=is_end)
+
+    def is_announced(self, block_hash: BlockHash) -> bool:
+        """Return True if the content is known and was announced to schedulers."""
+        return self._contents.is_announced(block_hash)
 
     @property
     def num_evicted(self) -> int:
@@ -271,6 +285,16 @@ class BlockPool:
         """
         for block_id in block_ids:
             self._eviction_queue.count_use(block_id)
+            if not self._eviction_queue.is_replica(block_id):
+                self._copies.mark_reused(block_id)
+
+    def is_replica(self, block_id: int) -> bool:
+        """Return True if the block is a replica: the worker that it was pulled from probably has it, too."""
+        return self._eviction_queue.is_replica(block_id)
+
+    def is_reused(self, block_id: int) -> bool:
+        """Return True if a second request has found the block's content here."""
+        return self._copies.is_reused(block_id)
 
     def evict_replicas(self, max_blocks: int) -> int:
         """Evict at most `max_blocks` idle replicas, least recently used first. Returns how many."""
@@ -280,6 +304,26 @@ class BlockPool:
             self._forget_content(block_id)
             self._eviction_queue.put(block_id, has_content=False)
         return len(evicted)
+
+    # -- copies to a slower tier ---------------------------------------------------------------------------------------
+
+    def begin_copy(self, block_id: int) -> BlockHash:
+        """Keep an idle block from being reallocated until `end_copy`, and return its hash.
+
+        It stays cached, and keeps its place in the order of eviction. Returns NO_HASH, and changes nothing, if
+        the block is in use or has no content.
+        """
+        if not self._is_idle(block_id) or block_id in self._copies.copying:
+            return NO_HASH
+        block_hash = self._contents.hash_of(block_id)
+        if block_hash != NO_HASH:
+            self._copies.copying.add(block_id)
+        return block_hash
+
+    def end_copy(self, block_ids: Iterable[int]) -> None:
+        """Record that nothing reads these blocks any more. Raises KeyError for a block that is not copied."""
+        self._copies.end_copy(block_ids)
+        self._notify_freed()
 
     # -- receiving (ReceivingPool) -------------------------------------------------------------------------------------
 
@@ -348,11 +392,9 @@ class BlockPool:
         idle = {b for b in range(self.num_blocks) if self._is_idle(b)}
         require(self.counts().is_balanced, f"counts do not add up: {self.counts()}")
         incoming = {b for b in range(self.num_blocks) if self._fills.may_be_written(b)}
-        self._eviction_queue.check(
-            idle=idle,
-            contents={b for b in range(self.num_blocks) if self._contents.has_content(b)},
-            incoming=incoming,
-        )
+        contents = {b for b in range(self.num_blocks) if self._contents.has_content(b)}
+        self._eviction_queue.check(idle=idle, contents=contents, incoming=incoming)
+        self._copies.check(contents)
         self._fence.check(idle)
         self._contents.check(idle)
         require(
@@ -392,8 +434,11 @@ class BlockPool:
         self._fills.reset(block_id)
         if self._contents.is_duplicated(block_id):
             self._forget_content(block_id)  # another block in use has the same content
-        self._eviction_queue.put(block_id, has_content=self._contents.has_content(block_id))
+        has_content = self._contents.has_content(block_id)
+        self._eviction_queue.put(block_id, has_content=has_content)
         self._fence.add(block_id)
+        if has_content:
+            self._copies.became_idle(block_id)
 
     def _publish(self, block_id: int, block_hash: BlockHash) -> None:
         self._generation_table.set_hash(block_id, block_hash)
@@ -402,6 +447,7 @@ class BlockPool:
     def _forget_content(self, block_id: int) -> None:
         """Remove the block's hash. The content is evicted if no other block has it."""
         self._eviction_queue.unmark_replica(block_id)
+        self._copies.forget_content(block_id)
         self._contents.remove(block_id)
 
     def _count(self, block_id: int, *, refs: int = 0, pins: int = 0) -> None:

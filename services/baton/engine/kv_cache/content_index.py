@@ -1,6 +1,7 @@
 """The content of blocks by hash, and the changes to publish."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import takewhile
 from typing import NamedTuple
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash, table_hash
@@ -21,6 +22,34 @@ class CachedPrefix(NamedTuple):
     num_blocks: int
     first_blocks: tuple[int, ...]
     block_ids: list[int]
+
+
+def longest_prefix(hashes: Sequence[BlockHash], windows: TableWindows, is_known: Callable[[BlockHash], bool]) -> int:
+    """Return the length of the longest prefix of `hashes` of which all blocks are known that a continuation
+    sees, over all block tables.
+
+    is_known: called with the hashes of table entries.
+    """
+    num_blocks = len(hashes)
+    for table, window in enumerate(windows.windows):
+        if not window:
+            num_blocks = sum(1 for _ in takewhile(is_known, (table_hash(each, table) for each in hashes[:num_blocks])))
+    of_window = {window: tables for window, tables in windows.tables_by_window.items() if window}
+    # Windows above 1 reach into the last block: long prompts that are in no cache must not take long.
+    seen = [table for window, tables in of_window.items() if window > 1 for table in tables]
+    while num_blocks and not all(is_known(table_hash(hashes[num_blocks - 1], each)) for each in seen):
+        num_blocks -= 1
+    first_of, index = windows.first_by_window(num_blocks), num_blocks
+    while of_window and index > min(first_of[window] for window in of_window):
+        index -= 1
+        if any(
+            index >= first_of[window] and not is_known(table_hash(hashes[index], table))
+            for window, tables in of_window.items()
+            for table in tables
+        ):
+            num_blocks = index
+            first_of = windows.first_by_window(num_blocks)
+    return num_blocks
 
 
 class ContentIndex:
@@ -78,25 +107,7 @@ class ContentIndex:
         if windows.windows == (0,):
             found = self.lookup(hashes)
             return CachedPrefix(len(found), (0,), found)
-        num_blocks = len(hashes)
-        for table, window in enumerate(windows.windows):
-            if not window:
-                num_blocks = len(self.lookup(table_hash(each, table) for each in hashes[:num_blocks]))
-        of_window = {window: tables for window, tables in windows.tables_by_window.items() if window}
-        # Windows above 1 reach into the last block: long prompts that are in no cache must not take long.
-        seen = [table for window, tables in of_window.items() if window > 1 for table in tables]
-        while num_blocks and any(table_hash(hashes[num_blocks - 1], each) not in self._by_hash for each in seen):
-            num_blocks -= 1
-        first_of, index = windows.first_by_window(num_blocks), num_blocks
-        while of_window and index > min(first_of[window] for window in of_window):
-            index -= 1
-            if any(
-                index >= first_of[window] and table_hash(hashes[index], table) not in self._by_hash
-                for window, tables in of_window.items()
-                for table in tables
-            ):
-                num_blocks = index
-                first_of = windows.first_by_window(num_blocks)
+        num_blocks = longest_prefix(hashes, windows, self._by_hash.__contains__)
         first_blocks = windows.first_blocks(num_blocks * windows.block_size_tokens)
         wanted = hashes_of_entries(hashes, entries_from(first_blocks, num_blocks), windows.num_tables)
         return CachedPrefix(num_blocks, first_blocks, [self._by_hash[each] for each in wanted])
@@ -108,6 +119,10 @@ class ContentIndex:
     def announced_hashes(self) -> list[BlockHash]:
         """Return the hashes of all announced content."""
         return list(self._announced)
+
+    def is_announced(self, block_hash: BlockHash) -> bool:
+        """Return True if the content is known and was announced."""
+        return block_hash in self._announced
 
     def announce(self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool) -> None:
         """Announce the content of a chain's blocks [begin, end), as far as it is known and was not announced.

@@ -74,6 +74,10 @@ class EvictionQueue:
         """Mark a receiving block as a replica."""
         self._replicas[block_id] = False
 
+    def is_replica(self, block_id: int) -> bool:
+        """Return True if the block is a replica, idle or not."""
+        return block_id in self._replicas
+
     def unmark_replica(self, block_id: int) -> None:
         """Remove the replica mark of a block whose content is gone or will not arrive, if it has one."""
         self._replicas.pop(block_id, None)

@@ -1,0 +1,60 @@
+"""Decides which idle blocks are copied to a slower tier, how fast, and when reloading is faster than computing.
+
+Pure functions of predicted seconds.
+"""
+
+from baton.core.step_cost import StepCostModel
+
+WORTH_RATIO = 4.0
+"""Content without a second use is copied out if computing it takes this many times as long as reloading it. Most
+of it is never used again, so the gain must pay for several copies."""
+MAX_STEP_DELAY = 0.02
+"""Largest share by which copies out may delay steps."""
+COPY_BYTES = 2**20
+"""Bytes of one copy out: the longest that a step may have to share the memory with one."""
+MAX_COPYING_SHARE = 0.25
+"""Share of the allocatable blocks that may be in a copy out. The others stay available to sequences."""
+RELOAD_GAIN = 1.25
+"""Computing must be predicted to take this many times as long as a reload. Predictions are no more exact."""
+
+
+def compute_s(costs: StepCostModel, num_tokens: int, context_tokens: int, chunk_tokens: int) -> float:
+    """Return the predicted time to compute `num_tokens` tokens of a prompt after `context_tokens`."""
+    return costs.prefill_s(num_tokens, context_tokens, chunk_tokens)
+
+
+def block_compute_s(costs: StepCostModel, block_size_tokens: int, chunk_tokens: int) -> float:
+    """Return the predicted time to compute one block of a prompt, as a part of a full chunk.
+
+    Its place in the prompt is not known, so attention to earlier tokens is left out: a lower bound.
+    """
+    chunk_tokens = max(chunk_tokens, block_size_tokens)
+    return costs.prefill_s(chunk_tokens, 0, chunk_tokens) * block_size_tokens / chunk_tokens
+
+
+def is_worth_copying(*, is_reused: bool, compute_s: float | None, reload_s: float | None) -> bool:
+    """Return True if a block should be copied out.
+
+    compute_s, reload_s: predicted time to compute and to reload the block; None if unknown. A block at its second
+    use is always copied.
+    """
+    if is_reused:
+        return True
+    return compute_s is not None and reload_s is not None and compute_s >= WORTH_RATIO * reload_s
+
+
+def max_copied_blocks(num_allocatable: int, block_bytes: int) -> int:
+    """Return how many blocks one copy out may have."""
+    return min(max(1, COPY_BYTES // block_bytes), int(MAX_COPYING_SHARE * num_allocatable))
+
+
+def pause_after_s(copy_s: float, *, is_busy: bool) -> float:
+    """Return how long to wait after a copy of `copy_s` seconds. While steps run, copies take `MAX_STEP_DELAY` of
+    the time at most, even if a copy stops a step completely."""
+    return copy_s * (1 / MAX_STEP_DELAY - 1) if is_busy else 0.0
+
+
+def reload_pays(*, compute_s: float | None, reload_s: float | None) -> bool:
+    """Return True if blocks should be reloaded rather than computed. Unknown times are no reason not to: the first
+    reload measures."""
+    return compute_s is None or reload_s is None or compute_s >= RELOAD_GAIN * reload_s

@@ -1,0 +1,104 @@
+"""`KvTier`: the interface of a slower memory in which one worker keeps copies of KV blocks, by hash."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_events import KvEventKind, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockToStore:
+    """A device block to copy out.
+
+    block_hash: of its content, see `core.kv.block_hash.table_hash`
+    is_announced: schedulers are informed about the content
+    is_reused: a second request has used the content; such content is evicted last
+    """
+
+    block_id: int
+    block_hash: BlockHash
+    is_announced: bool = True
+    is_reused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCounts:
+    """The slots of a tier by state. Each slot is in exactly one state.
+
+    held: has content. busy: is being written, or has lost its content while it is still read.
+    """
+
+    total: int
+    free: int
+    held: int
+    busy: int
+
+
+class KvTier(Protocol):
+    """Copies of device blocks, found by hash.
+
+    Used from one event loop. `store` and `load` wait for the copies, which run in another thread; no other
+    method waits. `load` uses content only if the slot's generation and hash, read after the copy, are those of
+    the content that was asked for.
+    """
+
+    @property
+    def tier(self) -> Tier:
+        """The kind of memory."""
+        ...
+
+    def counts(self) -> TierCounts:
+        """Return the number of slots in each state."""
+        ...
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Return True if the content can be loaded now."""
+        ...
+
+    def load_s(self, num_blocks: int) -> float | None:
+        """Return the predicted time to load blocks, from measured copies; None before the first."""
+        ...
+
+    async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        """Copy blocks into the tier and return how many were copied.
+
+        Blocks are left out if the tier has their content already or no slot is free. The caller keeps the blocks
+        from being written until the call has returned. Raises nothing: a failed copy stores nothing.
+        """
+        ...
+
+    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        """Copy content into own blocks. Returns how many leading ones were copied and verified.
+
+        The other blocks hold no valid content. Even if the caller is cancelled, the copy ends before the call
+        does. Raises nothing: content that cannot be read is not loaded.
+        """
+        ...
+
+    def discard(self, block_hash: BlockHash) -> None:
+        """Drop content that may be wrong, also while it is being copied. Unknown content is ignored."""
+        ...
+
+    def announced_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all announced content, for a snapshot."""
+        ...
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        """Return the net changes of announced content since the last call."""
+        ...
+
+    async def aclose(self) -> None:
+        """Wait for running copies, then release the memory."""
+        ...
+
+
+def num_held(tier: KvTier, hashes: Iterable[BlockHash]) -> int:
+    """Return how many leading hashes the tier holds."""
+    count = 0
+    for block_hash in hashes:
+        if not tier.holds(block_hash):
+            break
+        count += 1
+    return count

@@ -1,0 +1,240 @@
+"""The slots of a tier that peers may read: generations, content by hash, pins and the order of eviction.
+
+Each slot is in exactly one state:
+
+- `filling` while a copy from the device writes to it;
+- otherwise `held` if it has content: pinned while something reads it, else idle;
+- otherwise `lost` while something still reads content that was discarded;
+- otherwise `free`.
+
+Free slots are reallocated first. Then content that no second request has used, as long as it has more than
+`FIRST_USE_SHARE` of the slots, then other content. Within each group the least recently used comes first.
+Content that is never used again thus does not displace what is, and new content still finds a place.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from baton.core.interfaces import GenerationTable
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_events import KvEventKind
+from baton.engine.state.require import require
+from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
+
+FIRST_USE_SHARE = 0.25
+"""Share of the slots that content without a second use keeps. A conversation's blocks have it until the next
+turn."""
+
+
+class TierSlots:
+    """The slots of one tier. Implements `core.interfaces.PinPool`, so that peers can hold leases on slots.
+
+    Used from one event loop. Wrong use raises ValueError and changes nothing.
+    """
+
+    def __init__(self, num_slots: int, generation_table: GenerationTable) -> None:
+        self.num_slots = num_slots
+        self._generation_table = generation_table
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
+        self._once: OrderedDict[int, None] = OrderedDict()  # idle, content without a second use
+        self._reused: OrderedDict[int, None] = OrderedDict()  # idle, other content
+        self._filling: dict[int, BlockToStore] = {}
+        self._content: dict[int, BlockToStore] = {}
+        self._by_hash: dict[BlockHash, int] = {}  # content and what is being filled
+        self._pins: dict[int, int] = {}
+        self._changes: dict[BlockHash, KvEventKind] = {}
+
+    # -- counts and content ----------------------------------------------------------------------------------------
+
+    def counts(self) -> TierCounts:
+        """Return the number of slots in each state."""
+        free, held = len(self._free), len(self._content)
+        return TierCounts(total=self.num_slots, free=free, held=held, busy=self.num_slots - free - held)
+
+    def slot_of(self, block_hash: BlockHash) -> int | None:
+        """Return the slot that holds the content; None if there is none, or if it is still being filled."""
+        slot = self._by_hash.get(block_hash)
+        return slot if slot in self._content else None
+
+    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the slots of the longest known prefix of `hashes`."""
+        found: list[int] = []
+        for block_hash in hashes:
+            slot = self.slot_of(block_hash)
+            if slot is None:
+                break
+            found.append(slot)
+        return found
+
+    def hash_of(self, slot: int) -> BlockHash:
+        """Return the hash of a slot's content; NO_HASH if it has none."""
+        content = self._content.get(slot)
+        return NO_HASH if content is None else content.block_hash
+
+    def announced_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all announced content."""
+        return [content.block_hash for content in self._content.values() if content.is_announced]
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        """Return the net changes of announced content since the last call."""
+        events = [(kind, block_hash) for block_hash, kind in self._changes.items()]
+        self._changes.clear()
+        return events
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def begin_fill(self, blocks: Sequence[BlockToStore]) -> dict[int, BlockToStore]:
+        """Reallocate slots to copy blocks into. Returns the block of each slot.
+
+        Content that is known, or being filled, is left out. So are the last blocks if too few slots are idle.
+        """
+        chosen: dict[int, BlockToStore] = {}
+        for block in blocks:
+            if block.block_hash in self._by_hash:
+                continue
+            slot = self._next_idle()
+            if slot is None:
+                break
+            self._take(slot)
+            if slot in self._content:
+                self._forget(slot)
+            self._generation_table.begin_generation(slot)
+            self._filling[slot] = chosen[slot] = block
+            self._by_hash[block.block_hash] = slot
+        return chosen
+
+    def end_fill(self, slots: Iterable[int], *, is_complete: bool) -> int:
+        """Publish the content of slots whose copy has ended, or drop it if the copy failed.
+
+        Content that was discarded meanwhile is dropped, too. Returns the number of slots that have content.
+        """
+        num_filled = 0
+        for slot in slots:
+            block = self._filling.pop(slot, None)
+            if block is None:
+                raise ValueError(f"slot {slot} is not being filled")
+            if self._by_hash.get(block.block_hash) == slot:
+                if is_complete:
+                    self._generation_table.set_hash(slot, block.block_hash)
+                    self._content[slot] = block
+                    self._changed(block, KvEventKind.STORED)
+                    num_filled += 1
+                else:
+                    del self._by_hash[block.block_hash]
+            self._release(slot)
+        return num_filled
+
+    def discard(self, block_hash: BlockHash) -> None:
+        """Drop content, or what is being filled with it. Reads of it fail their validation."""
+        slot = self._by_hash.get(block_hash)
+        if slot is None:
+            return
+        if slot in self._filling:
+            del self._by_hash[block_hash]
+            return
+        is_idle = slot not in self._pins
+        if is_idle:
+            self._take(slot)
+        self._forget(slot)
+        self._generation_table.begin_generation(slot)
+        if is_idle:
+            self._release(slot)
+
+    # -- reading (PinPool) -----------------------------------------------------------------------------------------
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Keep the content of slots for a reader. Raises ValueError for a slot without content."""
+        if missing := [slot for slot in block_ids if slot not in self._content]:
+            raise ValueError(f"slots {missing} have no content; they cannot be pinned")
+        for slot in block_ids:
+            if slot not in self._pins:
+                self._take(slot)
+            self._pins[slot] = self._pins.get(slot, 0) + 1
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Undo one `pin` of each slot. The last slots become the first to be evicted.
+
+        Raises ValueError for a slot without pins.
+        """
+        for slot in reversed(block_ids):
+            if slot not in self._pins:
+                raise ValueError(f"slot {slot} has no pin; it cannot be unpinned")
+            self._pins[slot] -= 1
+            if not self._pins[slot]:
+                del self._pins[slot]
+                self._release(slot)
+
+    def generation(self, block_id: int) -> int:
+        """Return the current generation of a slot's content."""
+        return self._generation_table.generation(block_id)
+
+    def count_use(self, slots: Iterable[int]) -> None:
+        """Record that a request has used the content of slots: it is reused now."""
+        for slot in slots:
+            content = self._content.get(slot)
+            if content is None or content.is_reused:
+                continue
+            self._content[slot] = BlockToStore(
+                block_id=content.block_id,
+                block_hash=content.block_hash,
+                is_announced=content.is_announced,
+                is_reused=True,
+            )
+            if slot in self._once:
+                del self._once[slot]
+                self._reused[slot] = None
+
+    # -- invariants ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check all invariants. For tests. Raises AssertionError naming the first that does not hold."""
+        idle = [*self._free, *self._once, *self._reused]
+        require(len(set(idle)) == len(idle), "a slot is queued twice")
+        require(not self._filling.keys() & self._content.keys(), "a slot that is being filled has content")
+        require(not self._filling.keys() & self._pins.keys(), "a slot that is being filled is pinned")
+        require(not self._free.keys() & self._content.keys(), "a free slot has content")
+        require(
+            set(idle) == set(range(self.num_slots)) - self._filling.keys() - self._pins.keys(),
+            "the idle slots are not those that nothing writes or reads",
+        )
+        for slots, is_reused in ((self._once, False), (self._reused, True)):
+            require(
+                all(self._content[slot].is_reused is is_reused for slot in slots), "a slot is queued in a wrong group"
+            )
+        for slot, content in self._content.items():
+            require(self._by_hash.get(content.block_hash) == slot, f"the content of slot {slot} is not found")
+        known = self._content | self._filling
+        require(
+            all(known[slot].block_hash == block_hash for block_hash, slot in self._by_hash.items()),
+            "a hash leads to a slot with another hash",
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _next_idle(self) -> int | None:
+        """Return the slot to reallocate next; None if no slot is idle."""
+        queue = self._free
+        if not queue:
+            is_large = len(self._once) > FIRST_USE_SHARE * self.num_slots
+            queue = self._once if is_large or not self._reused else self._reused
+        return next(iter(queue), None)
+
+    def _take(self, slot: int) -> None:
+        for queue in (self._free, self._once, self._reused):
+            if slot in queue:
+                del queue[slot]
+                return
+
+    def _release(self, slot: int) -> None:
+        content = self._content.get(slot)
+        queue = self._free if content is None else self._reused if content.is_reused else self._once
+        queue[slot] = None
+
+    def _forget(self, slot: int) -> None:
+        content = self._content.pop(slot)
+        del self._by_hash[content.block_hash]
+        self._changed(content, KvEventKind.EVICTED)
+
+    def _changed(self, content: BlockToStore, kind: KvEventKind) -> None:
+        if content.is_announced and self._changes.pop(content.block_hash, kind) is kind:
+            self._changes[content.block_hash] = kind
