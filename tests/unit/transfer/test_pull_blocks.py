@@ -26,6 +26,10 @@ def ready(begin: int, *block_ids: int, generation: int = 1) -> KvReady:
     )
 
 
+def one_region(block_id: int) -> int:
+    return 0
+
+
 def blocks(*messages: KvReady, num_receiving: int = 4) -> PullBlocks:
     """Own block 10 + i for prompt block i."""
     made = PullBlocks((), 0)
@@ -37,10 +41,22 @@ def blocks(*messages: KvReady, num_receiving: int = 4) -> PullBlocks:
 
 def test_slices_take_waiting_blocks_in_order_of_announcement() -> None:
     made = blocks(ready(0, 20, 21, 22))
-    first = made.begin_read(2)
+    first = made.begin_read(2, one_region)
     assert ([block.block_id for block in first.blocks], first.own) == ([20, 21], (10, 11))
-    assert made.begin_read(5).own == (12,)
+    assert made.begin_read(5, one_region).own == (12,)
     assert (made.any_waiting, made.num_reading) == (False, 3)
+
+
+def test_a_slice_is_of_one_region() -> None:
+    """The owner's first region ends before block 22."""
+    made = blocks(ready(0, 20, 22, 23, 21))
+
+    def region_of(block_id: int) -> int:
+        return int(block_id >= 22)
+
+    slices = [[block.block_id for block in made.begin_read(5, region_of).blocks] for _ in range(3)]
+    assert slices == [[20], [22, 23], [21]]
+    assert not made.any_waiting
 
 
 def test_blocks_announced_before_memory_wait_once_it_is_there() -> None:
@@ -48,26 +64,26 @@ def test_blocks_announced_before_memory_wait_once_it_is_there() -> None:
     made.announce(ready(0, 20, 21))
     assert not made.any_waiting
     made.receive_into({1: 11, 2: 12}, 1)
-    assert made.begin_read(5).own == (11,)
+    assert made.begin_read(5, one_region).own == (11,)
 
 
 def test_a_repeated_announcement_changes_only_what_still_waits() -> None:
     made = blocks(ready(0, 20, 21, 22))
-    received, reading = made.begin_read(1), made.begin_read(1)
+    received, reading = made.begin_read(1, one_region), made.begin_read(1, one_region)
     made.end_read(received)
     made.received(received.blocks[0])
     made.announce(ready(0, 30, 31, 32, generation=2))
-    waiting = made.begin_read(5)
+    waiting = made.begin_read(5, one_region)
     assert [(block.index, block.block_id, block.generation) for block in waiting.blocks] == [(2, 32, 2)]
     made.end_read(reading)
     made.forget(reading)
     made.announce(ready(1, 41))
-    assert [block.block_id for block in made.begin_read(5).blocks] == [41], "forgotten, it is new again"
+    assert [block.block_id for block in made.begin_read(5, one_region).blocks] == [41], "forgotten, it is new again"
 
 
 def test_repeated_announcement_does_not_change_a_running_read() -> None:
     made = blocks(ready(0, 20))
-    reading = made.begin_read(1)
+    reading = made.begin_read(1, one_region)
     made.announce(ready(0, 30, generation=2))
     made.end_read(reading)
     assert made._announced[0] == reading.blocks[0]
@@ -75,7 +91,7 @@ def test_repeated_announcement_does_not_change_a_running_read() -> None:
 
 def test_stop_returns_blocks_that_no_read_may_write() -> None:
     made = blocks(ready(0, 20, 21, 22))
-    received, _reading = made.begin_read(1), made.begin_read(1)
+    received, _reading = made.begin_read(1, one_region), made.begin_read(1, one_region)
     made.end_read(received)
     made.received(received.blocks[0])
     assert made.missing() == {1: 11, 2: 12, 3: 13}
@@ -85,7 +101,7 @@ def test_stop_returns_blocks_that_no_read_may_write() -> None:
 
 def test_destination_of_a_lost_read_is_not_returned() -> None:
     made = blocks(ready(0, 20))
-    lost = made.begin_read(1)
+    lost = made.begin_read(1, one_region)
     made.lose_memory(lost)
     made.end_read(lost)
     assert made.stop() == [11, 12, 13]

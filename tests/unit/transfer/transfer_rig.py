@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -15,6 +15,8 @@ from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import FirstToken, OwnerMessage, ReaderMessage
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.tiers.kv_tier import BlockToStore
+from baton.engine.tiers.slots import TierSlots
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.backends.read_table import ReadTable
@@ -23,9 +25,11 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.pull import Pull
+from baton.worker.tiers.regions import WorkerRegions
 from tests import builders
 
 NUM_BLOCKS = 64
+NUM_SLOTS = 16
 LEASE_S = 2.0
 REORDER_WINDOW_S = 0.5
 CLAIM_TIMEOUT_S = 2.0
@@ -91,7 +95,9 @@ class FakeBackend:
         table: MemoryGenerationTable,
         *,
         two_sided: bool = False,
+        tier: MemoryGenerationTable | None = None,
     ) -> None:
+        """`tier`: the generation table of a second region, whose blocks need not be offered."""
         self.two_sided = two_sided
         self._fabric, self._layout, self._worker = fabric, layout, worker
         self._reads = ReadTable()
@@ -112,10 +118,12 @@ class FakeBackend:
             generation_table_address=0,
             generation_entry_bytes=ENTRY_BYTES,
         )
-
-    @property
-    def memory(self) -> tuple[KvMemory, ...]:
-        return (self._memory,)
+        self.memory: tuple[KvMemory, ...] = (self._memory,)
+        if tier is not None:
+            name = f"{worker.worker_id}-tier"
+            fabric.blocks[name], fabric.tables[name] = [EMPTY] * tier.num_blocks, tier
+            fabric.offered[name].update(range(tier.num_blocks))
+            self.memory += (replace(self._memory, agent_name=name, num_blocks=tier.num_blocks),)
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
         if mismatch := self._layout.mismatch(layout):
@@ -137,7 +145,7 @@ class FakeBackend:
         self.expected.append((read_id, reader.worker_id, tuple(block_ids)))
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
-        assert set(source.block_ids) <= self._fabric.offered[source.memory.owner.worker_id], (
+        assert set(source.block_ids) <= self._fabric.offered[source.memory.agent_name], (
             "announced before it was offered"
         )
         self._fabric.reads.append((source.block_ids, tuple(block_ids)))
@@ -191,7 +199,7 @@ class FakeBackend:
         await asyncio.sleep(fabric.read_s / 2)
         fabric.running -= 1
         fabric.running_blocks -= count
-        theirs, ours = fabric.blocks[source.memory.owner.worker_id], fabric.blocks[self._worker.worker_id]
+        theirs, ours = fabric.blocks[source.memory.agent_name], fabric.blocks[self._worker.worker_id]
         if own is not None and not fabric.failing:
             for source_block, own_block in zip(source.block_ids, own, strict=True):
                 ours[own_block] = theirs[source_block]
@@ -200,7 +208,7 @@ class FakeBackend:
     async def _copy_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         await self._fabric.generation_reads_may_end.wait()
         await asyncio.sleep(READ_S / 10)
-        table = self._fabric.tables[source.memory.owner.worker_id]
+        table = self._fabric.tables[source.memory.agent_name]
         entries = tuple(self._fabric.seen_entry(block_id, table.entry(block_id)) for block_id in source.block_ids)
         self._reads.end(read_id, ReadState.DONE, entries)
 
@@ -287,6 +295,7 @@ class Rig:
     fabric: Fabric
     owner: Host
     reader: Host
+    slots: TierSlots
     service: OwnerService
     end: PeerEnd
     kv_reader: KvReader
@@ -307,6 +316,15 @@ class Rig:
         self.owner.pool.unref(block_ids)  # the sequence is over; the transfer has its pins
         return job, block_ids
 
+    def store_in_tier(self, text: str, hashes: Sequence[BlockHash]) -> list[int]:
+        """Put blocks into the owner's tier, with content `text:tier:index`. Returns their slots."""
+        blocks = [BlockToStore(block_id=0, block_hash=each) for each in hashes]
+        slots = list(self.slots.begin_fill(blocks))
+        for index, slot in enumerate(slots):
+            self.fabric.blocks[f"{OWNER.worker_id}-tier"][slot] = f"{text}:tier:{index}"
+        self.slots.end_fill(slots, is_complete=True)
+        return slots
+
     def mark_received(self, pull: Pull, num_blocks: int, have_blocks: int = 0) -> dict[int, int]:
         """Give a pull receiving blocks for the rest of `num_blocks`. Returns them by index."""
         receiving = self.reader.pool.allocate_receiving(num_blocks - have_blocks)
@@ -324,6 +342,8 @@ class Rig:
             host.pool.check()
             counts = host.pool.counts()
             assert counts.free + counts.cached == counts.total, counts
+        self.slots.check()
+        assert self.slots.counts().busy == 0
         assert self.service.open_leases == 0
 
     def cut(self) -> None:
@@ -332,9 +352,11 @@ class Rig:
         self.network.add_worker(OWNER.address, self.end)
 
 
-def host(fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False) -> Host:
+def host(
+    fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False, tier: MemoryGenerationTable | None = None
+) -> Host:
     table = MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
-    backend = FakeBackend(fabric, worker, builders.layout(), table, two_sided=two_sided)
+    backend = FakeBackend(fabric, worker, builders.layout(), table, two_sided=two_sided, tier=tier)
     pool = BlockPool(NUM_BLOCKS, builders.BLOCK_SIZE_TOKENS, table)
     return Host(worker=worker, backend=backend, pool=pool, contents=fabric.blocks[worker.worker_id])
 
@@ -346,9 +368,8 @@ def owner_service(of: Host, **changes: Any) -> OwnerService:
         "reorder_window_s": REORDER_WINDOW_S,
         "layout": builders.layout(),
     }
-    return OwnerService(
-        worker=of.worker, backend=of.backend, pins=of.pool, lookup=of.pool.lookup, **(settings | changes)
-    )
+    settings |= {"pins": of.pool, "lookup": of.pool.lookup}
+    return OwnerService(worker=of.worker, backend=of.backend, **(settings | changes))
 
 
 def times(**changes: float) -> ReaderTimes:
@@ -365,8 +386,11 @@ def times(**changes: float) -> ReaderTimes:
 @asynccontextmanager
 async def rig(*, two_sided: bool = False, seed: int = 0, min_link_gbps: float = 0.0) -> AsyncIterator[Rig]:
     fabric, observed, network = Fabric(), Observed(), InProcessNetwork()
-    owner, reader = host(fabric, OWNER, two_sided=two_sided), host(fabric, READER, two_sided=two_sided)
-    service = owner_service(owner)
+    tier = MemoryGenerationTable(bytearray(NUM_SLOTS * ENTRY_BYTES), OWNER.worker_epoch)
+    slots = TierSlots(NUM_SLOTS, tier)
+    owner, reader = host(fabric, OWNER, two_sided=two_sided, tier=tier), host(fabric, READER, two_sided=two_sided)
+    regions = WorkerRegions(owner.pool, slots)
+    service = owner_service(owner, pins=regions, lookup=regions.lookup)
     end = PeerEnd(service)
     network.add_worker(OWNER.address, end)
     kv_reader = KvReader(
@@ -384,6 +408,7 @@ async def rig(*, two_sided: bool = False, seed: int = 0, min_link_gbps: float = 
         fabric=fabric,
         owner=owner,
         reader=reader,
+        slots=slots,
         service=service,
         end=end,
         kv_reader=kv_reader,

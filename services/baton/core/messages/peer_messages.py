@@ -15,11 +15,16 @@ from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, TokenL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHello:
-    """The reader's first message. `owner`: the incarnation that it wants to reach; any other one refuses."""
+    """The reader's first message.
+
+    owner: the incarnation that it wants to reach; any other one refuses
+    max_regions: regions of the owner's memory that the reader can read from; 0 of an earlier release means 1
+    """
 
     reader: WorkerRef
     owner: WorkerRef
     layout: KvLayout
+    max_regions: int = 1
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -27,6 +32,8 @@ class PeerHello:
 class PeerHelloReply:
     """The owner's first message.
 
+    memory: its regions: device memory, then slower tiers, at most as many as the reader can read from.
+        Announcements number their blocks in one sequence
     refusal: the reason value and field that do not match (layout, epoch or protocol version); empty if
     accepted. After a refusal `memory` is empty and the stream ends.
     """

@@ -55,6 +55,7 @@ def to_reader_message(message: ReaderMessage) -> pb.ReaderMessage:
                     reader=c.to_worker_ref(message.reader),
                     owner=c.to_worker_ref(message.owner),
                     layout=to_kv_layout(message.layout),
+                    max_regions=message.max_regions,
                 )
             )
 
@@ -89,6 +90,7 @@ def from_reader_message(message: pb.ReaderMessage) -> ReaderMessage:
                 reader=c.from_worker_ref(hello.reader),
                 owner=c.from_worker_ref(hello.owner),
                 layout=from_kv_layout(hello.layout),
+                max_regions=max(1, hello.max_regions),
             )
         case _:
             raise invalid("a reader's message is of no known kind")

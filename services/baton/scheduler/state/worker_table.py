@@ -24,7 +24,7 @@ from baton.scheduler.state.worker_data import (
     WorkerData,
     WorkerRow,
 )
-from baton.scheduler.state.worker_links import ExpectedLink, LinkArrays, Links, expected_link
+from baton.scheduler.state.worker_links import LinkArrays, Links, expected_link
 from baton.scheduler.state.worker_row import derived_state, reported_state, reserved_state
 
 _CACHE_KEY = "worker_table"

@@ -34,28 +34,21 @@ class LocalBackend(OneSidedBackend[Blocks, HostMemory]):
     until its last reader unmaps it.
     """
 
-    def __init__(self, *, worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> None:
-        """Raises LayoutMismatch if `memory` does not fit `layout`.
+    def __init__(
+        self, *, worker: WorkerRef, layout: KvLayout, memory: HostMemory, tier: HostMemory | None = None
+    ) -> None:
+        """Raises LayoutMismatch if a memory does not fit `layout`. The caller closes both after the backend.
 
-        The caller closes `memory` after the backend.
+        tier: a second region that peers may read
         """
-        if memory.block_bytes != layout.block_bytes:
-            raise LayoutMismatch(f"block_bytes: the memory has {memory.block_bytes}, the layout {layout.block_bytes}")
-        own = KvMemory(
-            owner=worker,
-            agent_name=f"{worker}-{secrets.token_hex(4)}",
-            agent_metadata=memory.handle.encode(),
-            memory_kind=HOST,
-            device_id=0,
-            base_address=0,
-            block_stride_bytes=layout.block_bytes,
-            num_blocks=memory.num_blocks,
-            generation_table_address=generation_table_offset(memory.num_blocks, layout.block_bytes),
-            generation_entry_bytes=ENTRY_BYTES,
-            num_layers=layout.num_layers,
-        )
+        for region in (memory, tier):
+            if region is not None and region.block_bytes != layout.block_bytes:
+                text = f"block_bytes: the memory has {region.block_bytes}, the layout {layout.block_bytes}"
+                raise LayoutMismatch(text)
+        own = _described(worker, layout, memory)
+        added = () if tier is None else (_described(worker, layout, tier),)
         scratch = np.empty((probe_blocks(memory.num_blocks, layout), layout.block_bytes), dtype=np.uint8)
-        super().__init__(layout=layout, memory=own, kv=memory.kv, scratch=scratch)
+        super().__init__(layout=layout, memory=own, kv=memory.kv, scratch=scratch, added=added)
         self._work: queue.SimpleQueue[tuple[ReadId, Work] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-local", daemon=True)
         self._thread.start()
@@ -130,3 +123,19 @@ class LocalBackend(OneSidedBackend[Blocks, HostMemory]):
                 log.exception("kv_copy_failed", read_id=read_id)
                 state, generations = ReadState.FAILED, ()
             self._reads.report(read_id, state, generations)
+
+
+def _described(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> KvMemory:
+    return KvMemory(
+        owner=worker,
+        agent_name=f"{worker}-{secrets.token_hex(4)}",
+        agent_metadata=memory.handle.encode(),
+        memory_kind=HOST,
+        device_id=0,
+        base_address=0,
+        block_stride_bytes=layout.block_bytes,
+        num_blocks=memory.num_blocks,
+        generation_table_address=generation_table_offset(memory.num_blocks, layout.block_bytes),
+        generation_entry_bytes=ENTRY_BYTES,
+        num_layers=layout.num_layers,
+    )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         kv: KvRegion,
         generation: KvRegion,
         scratch: KvRegion | None = None,
+        tier: HostMemory | None = None,
         bind_thread: Callable[[], None] = lambda: None,
         loopback_only: bool = False,
         port_range: str | None = None,
@@ -57,6 +59,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
 
         scratch: `probe_blocks` blocks that probes read into, of the same kind of memory as `kv`, because UCX
             chooses the transport by both ends; None: host memory
+        tier: a second region that peers may read
         bind_thread: called on the thread that calls NIXL; binds it to the GPU of `kv`
 
         The last three arguments only have an effect for the first backend of a process; see
@@ -67,6 +70,8 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
             raise LayoutMismatch(
                 f"num_blocks: {num_blocks} generation-table entries for {kv.num_bytes / layout.block_bytes:g} blocks"
             )
+        if tier is not None and tier.block_bytes != layout.block_bytes:
+            raise LayoutMismatch(f"block_bytes: the tier has {tier.block_bytes}, the layout {layout.block_bytes}")
         scratch = scratch or anonymous_region(probe_blocks(num_blocks, layout) * layout.block_bytes)
         on_gpu = kv.memory_kind != HOST
         ucx.prepare_environment(
@@ -76,23 +81,13 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         events_before = ucx.open_event_fds()
         agent = _new_agent(name)
         events = ucx.new_event_fds(events_before)
-        for region in (kv, generation, scratch):
+        regions = [(kv, generation)]
+        if tier is not None:
+            regions.append((tier.region, _generation_region(tier)))
+        for region in (*chain(*regions), scratch):
             register(agent, region)
-        memory = KvMemory(
-            owner=worker,
-            agent_name=name,
-            agent_metadata=bytes(agent.get_agent_metadata()),
-            memory_kind=kv.memory_kind,
-            device_id=kv.device_id,
-            base_address=kv.address,
-            block_stride_bytes=layout.block_bytes,
-            num_blocks=num_blocks,
-            generation_table_address=generation.address,
-            generation_entry_bytes=ENTRY_BYTES,
-            num_layers=layout.num_layers,
-            ucx_environment=ucx_environment(),
-        )
-        super().__init__(layout=layout, memory=memory, kv=kv, scratch=scratch)
+        memory, *added = _described(agent, name, worker, layout, regions)
+        super().__init__(layout=layout, memory=memory, kv=kv, scratch=scratch, added=tuple(added))
         self._thread = NixlThread(agent, events, self._reads.report, bind_thread)
         # If `aclose` is not called: an interpreter that ends while the thread is inside NIXL aborts the
         # process.
@@ -102,10 +97,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
     @classmethod
     def over(cls, memory: HostMemory, *, worker: WorkerRef, layout: KvLayout, **settings: Any) -> "NixlBackend":
         """Build a backend over host memory from `allocate_private`."""
-        generation = KvRegion(
-            address=int(memory.generation_table.ctypes.data), num_bytes=memory.generation_table.nbytes
-        )
-        return cls(worker=worker, layout=layout, kv=memory.region, generation=generation, **settings)
+        return cls(worker=worker, layout=layout, kv=memory.region, generation=_generation_region(memory), **settings)
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
         self._check_layout(peer, layout)
@@ -133,7 +125,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         peer = self._begin(read_id, source)
         if peer is not None:
-            self._thread.read_generations(read_id, peer, source.block_ids)
+            self._thread.read_generations(read_id, peer, source.memory.generation_table_address, source.block_ids)
 
     async def aclose(self) -> None:
         """Wait up to 5 s for running reads, then end the thread.
@@ -166,6 +158,34 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
                 (SEGMENTS[peer_memory.memory_kind], peer_memory.device_id),
             )
             self._thread.read(read_id, peer, copies, local, remote)
+
+
+def _described(
+    agent: Any, name: str, worker: WorkerRef, layout: KvLayout, regions: Sequence[tuple[KvRegion, KvRegion]]
+) -> list[KvMemory]:
+    """Describe the regions of an agent, which have been registered: the blocks and the generation table of each."""
+    metadata = bytes(agent.get_agent_metadata())
+    return [
+        KvMemory(
+            owner=worker,
+            agent_name=name,
+            agent_metadata=metadata,
+            memory_kind=blocks.memory_kind,
+            device_id=blocks.device_id,
+            base_address=blocks.address,
+            block_stride_bytes=layout.block_bytes,
+            num_blocks=table.num_bytes // ENTRY_BYTES,
+            generation_table_address=table.address,
+            generation_entry_bytes=ENTRY_BYTES,
+            num_layers=layout.num_layers,
+            ucx_environment=ucx_environment(),
+        )
+        for blocks, table in regions
+    ]
+
+
+def _generation_region(memory: HostMemory) -> KvRegion:
+    return KvRegion(address=int(memory.generation_table.ctypes.data), num_bytes=memory.generation_table.nbytes)
 
 
 def _stop_at_exit(thread: "weakref.ref[NixlThread]") -> None:

@@ -119,9 +119,9 @@ class NixlThread:
         """Post a read of several address ranges."""
         self._commands.add(lambda: self._post(read_id, peer, copies, local, remote, [], time.monotonic()))
 
-    def read_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
+    def read_generations(self, read_id: ReadId, peer: NixlPeer, table_address: int, block_ids: Sequence[int]) -> None:
         """Post a read of generation-table entries. They are passed to `report` at its end."""
-        self._commands.add(lambda: self._post_generations(read_id, peer, block_ids))
+        self._commands.add(lambda: self._post_generations(read_id, peer, table_address, block_ids))
 
     def close(self) -> None:
         """Ask the thread to end. If reads still run, the agent and its handles are kept until the process
@@ -216,13 +216,13 @@ class NixlThread:
             peer.is_loaded = False
             self._try("remove_remote_agent", lambda: self._agent.remove_remote_agent(peer.memory.agent_name))
 
-    def _post_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
+    def _post_generations(self, read_id: ReadId, peer: NixlPeer, table_address: int, block_ids: Sequence[int]) -> None:
         cells = self._cells.take(len(block_ids))
         if cells is None:
             log.warning("kv_generation_cells_exhausted", running=len(self._running))
             self._report(read_id, ReadState.FAILED, ())
             return
-        copies = self._cells.copies(peer.memory.generation_table_address, block_ids, cells)
+        copies = self._cells.copies(table_address, block_ids, cells)
         self._post(read_id, peer, copies, HOST_SEGMENT, HOST_SEGMENT, cells, time.monotonic())
 
     def _post(

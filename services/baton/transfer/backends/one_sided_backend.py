@@ -32,11 +32,23 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
 
     two_sided = False
 
-    def __init__(self, *, layout: KvLayout, memory: KvMemory, kv: BufferT, scratch: BufferT) -> None:
-        """`kv` holds the worker's own blocks, `scratch` as many as a probe may read (`probe_blocks`)."""
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        memory: KvMemory,
+        kv: BufferT,
+        scratch: BufferT,
+        added: tuple[KvMemory, ...] = (),
+    ) -> None:
+        """`kv` holds the worker's own blocks, `scratch` as many as a probe may read (`probe_blocks`).
+
+        added: further regions that peers may read
+        """
         self.max_probe_blocks = probe_blocks(memory.num_blocks, layout)
         self._layout = layout
         self._memory = memory
+        self._added = added
         self._kv = kv
         self._scratch = scratch
         self._peers: dict[str, PeerT] = {}
@@ -49,7 +61,7 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:
-        return (self._memory,)
+        return (self._memory, *self._added)
 
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
         check_ids(block_ids, self._memory.num_blocks, "own")

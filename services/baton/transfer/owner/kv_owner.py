@@ -10,6 +10,7 @@ are counted and dropped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from baton.core.errors import Reason
 from baton.core.ids import Incarnation, JobId, TransferId, WorkerRef
@@ -38,7 +39,8 @@ from baton.transfer.owner.lease_deadlines import Deadlines
 from baton.transfer.owner.owned_transfer import OwnedTransfer
 
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
-"""Returns the block ids of the longest leading run of hashes that this worker's cache holds."""
+"""Returns the block ids of the longest leading run of hashes that this worker holds, in any of its regions. Ids
+count the blocks of all regions in one sequence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,8 +207,13 @@ class KvOwner:
         self._streams += 1
         return self._streams
 
-    def follow(self, reader: WorkerRef, message: Follow, stream_number: int, now_s: float) -> None:
-        """Start or resume a transfer to `reader`, or refuse the Follow with Lost."""
+    def follow(
+        self, reader: WorkerRef, message: Follow, stream_number: int, now_s: float, *, max_regions: int = 1
+    ) -> None:
+        """Start or resume a transfer to `reader`, or refuse the Follow with Lost.
+
+        max_regions: regions of this worker's memory that the reader can read from
+        """
         incarnation = reader.incarnation
         key: PullKey = (incarnation, message.transfer_id)
         if not 0 <= message.have_blocks <= message.resume_from_block or not message.transfer_id:
@@ -218,7 +225,7 @@ class KvOwner:
         elif (reason := self._ended.reason(key)) is not None:
             self._refuse(reader, message.transfer_id, reason)
         elif isinstance(message.subject, HashRange):
-            self._follow_prefix(reader, message, message.subject, stream_number, now_s)
+            self._follow_prefix(reader, message, message.subject, stream_number, now_s, max_regions)
         else:
             self._follow_job(reader, message, message.subject, stream_number, now_s)
 
@@ -298,10 +305,18 @@ class KvOwner:
         self._start_following(transfer, reader, message, stream_number, now_s)
 
     def _follow_prefix(
-        self, reader: WorkerRef, message: Follow, subject: HashRange, stream_number: int, now_s: float
+        self,
+        reader: WorkerRef,
+        message: Follow,
+        subject: HashRange,
+        stream_number: int,
+        now_s: float,
+        max_regions: int,
     ) -> None:
         wanted = hashes_of_prefix(subject.hashes, self._windows)
         found = tuple(self._lookup(wanted))[: len(wanted)]
+        if max_regions == 1:
+            found = tuple(takewhile(lambda block_id: block_id < self._num_blocks, found))
         num_blocks = len(subject.hashes)
         if len(found) < len(wanted):
             entries = entries_from(self._windows.first_blocks(num_blocks * self._block_size), num_blocks)

@@ -131,7 +131,7 @@ class OwnerService:
                 log.warning("peer_refused", refusal=refusal)
                 self._reply(stream, refusal)
                 return
-            await self._serve_reader(stream, hello.reader)
+            await self._serve_reader(stream, hello)
         except (StreamBroken, TimeoutError):
             pass
         finally:
@@ -161,16 +161,17 @@ class OwnerService:
             return f"{Reason.LAYOUT_MISMATCH.value}: {mismatch}; start both workers with the same model and settings"
         return ""
 
-    def _reply(self, stream: PeerStream, refusal: str = "") -> None:
-        memory = () if refusal else self._backend.memory
+    def _reply(self, stream: PeerStream, refusal: str = "", *, max_regions: int = 1) -> None:
+        memory = () if refusal else self._backend.memory[:max_regions]
         lease_s = 0.0 if refusal else self._lease_s
         stream.send(
             PeerHelloReply(owner=self._worker, layout=self._layout, memory=memory, lease_s=lease_s, refusal=refusal)
         )
 
-    async def _serve_reader(self, stream: PeerStream, reader: WorkerRef) -> None:
-        incarnation = reader.incarnation
-        self._reply(stream)  # before `_send` finds the stream: the reader expects the reply first
+    async def _serve_reader(self, stream: PeerStream, hello: PeerHello) -> None:
+        incarnation = hello.reader.incarnation
+        # before `_send` finds the stream: the reader expects the reply first
+        self._reply(stream, max_regions=hello.max_regions)
         previous = self._streams.get(incarnation)
         self._streams[incarnation] = stream
         stream_number = self.owner.stream_opened()
@@ -181,17 +182,17 @@ class OwnerService:
                 message = await stream.receive()
                 if self._streams.get(incarnation) is not stream:
                     return
-                self._handle(reader, message, stream_number)
+                self._handle(hello, message, stream_number)
                 self._schedule_expiry()
         finally:
             if self._streams.get(incarnation) is stream:
                 del self._streams[incarnation]
 
-    def _handle(self, reader: WorkerRef, message: ReaderMessage, stream_number: int) -> None:
-        now_s = self._now_s()
+    def _handle(self, hello: PeerHello, message: ReaderMessage, stream_number: int) -> None:
+        reader, now_s = hello.reader, self._now_s()
         match message:
             case Follow():
-                self.owner.follow(reader, message, stream_number, now_s)
+                self.owner.follow(reader, message, stream_number, now_s, max_regions=hello.max_regions)
             case Renew():
                 self.owner.renew(reader, message, stream_number, now_s)
             case WillRead():
@@ -209,7 +210,8 @@ class OwnerService:
         if stream is None:
             return  # the reader's next Follow requests it again
         if isinstance(message, KvReady):
-            self._backend.offer(message.block_ids)
+            num_device_blocks = self._backend.memory[0].num_blocks
+            self._backend.offer([block_id for block_id in message.block_ids if block_id < num_device_blocks])
         try:
             stream.send(message)
         except StreamBroken:

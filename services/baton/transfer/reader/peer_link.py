@@ -20,6 +20,7 @@ from baton.core.messages.peer_messages import (
     Renewed,
 )
 from baton.runtime.logging import get_logger
+from baton.transfer.reader.owner_regions import MAX_REGIONS, OwnerRegions
 from baton.transfer.reader.peer_reads import PeerReads, Reading
 from baton.transfer.reader.pull import Pull
 
@@ -145,7 +146,8 @@ class PeerLink:
         if asyncio.current_task() is not self._runner:
             self._runner.cancel()
         if self.reads is not None:
-            self._reading.backend.forget(self.reads.memory)
+            for memory in self.reads.regions.memories:
+                self._reading.backend.forget(memory)
         self._on_ended(self)
 
     async def aclose(self) -> None:
@@ -235,7 +237,7 @@ class PeerLink:
         Returns False, and ends the link, if epoch or layout do not match.
         """
         reading = self._reading
-        stream.send(PeerHello(reader=reading.worker, owner=self.owner, layout=reading.layout))
+        stream.send(PeerHello(reader=reading.worker, owner=self.owner, layout=reading.layout, max_regions=MAX_REGIONS))
         async with asyncio.timeout(reading.times.hello_s):
             reply = await stream.receive()
         if not isinstance(reply, PeerHelloReply):
@@ -243,7 +245,8 @@ class PeerLink:
         reason, text = self._refusal(reply)
         if reason is None and self.reads is None:
             try:
-                reading.backend.connect(reply.memory[0], reading.layout)
+                for memory in reply.memory:
+                    reading.backend.connect(memory, reading.layout)
             except LayoutMismatch as mismatch:
                 reason, text = Reason.LAYOUT_MISMATCH, str(mismatch)
         if reason is not None:
@@ -255,7 +258,7 @@ class PeerLink:
         if self.reads is None:
             self.reads = PeerReads(
                 self.owner,
-                reply.memory[0],
+                OwnerRegions(reply.memory),
                 reading,
                 send=self.send,
                 on_change=self._reads_changed,
@@ -283,8 +286,9 @@ class PeerLink:
         mismatch = self._reading.layout.mismatch(reply.layout)
         if mismatch is not None:
             return Reason.LAYOUT_MISMATCH, f"{Reason.LAYOUT_MISMATCH.value}: {mismatch}"
-        if len(reply.memory) != 1:
-            return Reason.LAYOUT_MISMATCH, f"shards: the owner has {len(reply.memory)}, the reader 1"
+        if not 1 <= len(reply.memory) <= MAX_REGIONS:
+            text = f"memory: the owner has {len(reply.memory)} regions; must be 1 to {MAX_REGIONS}"
+            return Reason.LAYOUT_MISMATCH, f"{Reason.LAYOUT_MISMATCH.value}: {text}"
         return None, ""
 
     async def _receive(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> None:

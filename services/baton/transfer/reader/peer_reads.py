@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from baton.core.errors import Reason
 from baton.core.ids import ReadId, TransferId, WorkerRef
 from baton.core.interfaces import Network, ReceivingPool
-from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.peer_messages import ReaderMessage, WillRead
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, TransferBackend
 from baton.transfer.reader.bandwidth import SLOW_BYTES_PER_S, Bandwidth
+from baton.transfer.reader.owner_regions import OwnerRegions
 from baton.transfer.reader.pull_costs import PullCosts
 from baton.transfer.reader.quarantine import Quarantine
 from baton.transfer.reader.speed_requirement import SpeedRequirement
@@ -82,6 +83,7 @@ class Reading:
 class PeerReads:
     """All reads from one owner incarnation.
 
+    regions: the owner's memory. memory: its first region, which probes read
     on_change: called when the link breaks, works again, or may start another read
     is_idle: returns True if no pull wants to read, so that there is time to measure
     broken_by: TRANSFER_TIMEOUT after a read that timed out, TRANSFER_FAILED after one that failed, else None
@@ -91,7 +93,7 @@ class PeerReads:
     def __init__(
         self,
         owner: WorkerRef,
-        memory: KvMemory,
+        regions: OwnerRegions,
         shared: Reading,
         *,
         send: Callable[[ReaderMessage], None],
@@ -100,7 +102,8 @@ class PeerReads:
         dialed_s: float,
     ) -> None:
         """`dialed_s`: when the attempt to connect began that the owner has answered."""
-        self.owner, self.memory = owner, memory
+        self.owner, self.regions = owner, regions
+        self.memory = regions.memories[0]
         self.broken_by: Reason | None = None
         self.is_tried = False
         self.inflight_blocks = 0

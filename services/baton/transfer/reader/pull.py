@@ -188,7 +188,7 @@ class Pull:
         """Handle an announcement. It changes nothing for blocks that are being read or were received."""
         if self.has_ended:
             return
-        problem = self._blocks.problem(message, self._link.reads.memory.num_blocks if self._link.reads else 0)
+        problem = self._blocks.problem(message, self._link.reads.regions.num_blocks if self._link.reads else 0)
         if problem:
             self._link.observer.validation_failed(self._link.owner, "shape")
             self.fail(Reason.VALIDATION_FAILED, f"invalid announcement: {problem}")

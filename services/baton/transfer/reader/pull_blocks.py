@@ -4,7 +4,7 @@ Pure bookkeeping of integers.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
@@ -109,12 +109,21 @@ class PullBlocks:
         self.have_blocks = have_blocks
         self._queue.extend(index for index in sorted(self._announced) if index in self._receiving)
 
-    def begin_read(self, max_blocks: int) -> Slice:
-        """Take at most `max_blocks` waiting blocks as a slice that is being read."""
+    def begin_read(self, max_blocks: int, region_of: Callable[[int], int]) -> Slice:
+        """Take at most `max_blocks` waiting blocks of one region as a slice that is being read.
+
+        region_of: returns the owner's region that has a block id.
+        """
         receiving = self._receiving or {}
-        blocks = tuple(self._announced[self._queue.popleft()] for _ in range(min(max_blocks, len(self._queue))))
+        blocks: list[AnnouncedBlock] = []
+        while self._queue and len(blocks) < max_blocks:
+            block = self._announced[self._queue[0]]
+            if blocks and region_of(block.block_id) != region_of(blocks[0].block_id):
+                break
+            self._queue.popleft()
+            blocks.append(block)
         self._reading.update(block.index for block in blocks)
-        return Slice(blocks=blocks, own=tuple(receiving[block.index] for block in blocks))
+        return Slice(blocks=tuple(blocks), own=tuple(receiving[block.index] for block in blocks))
 
     def end_read(self, part: Slice) -> None:
         """Record that a slice is no longer being read."""

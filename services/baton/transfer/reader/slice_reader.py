@@ -73,12 +73,12 @@ class SliceReader:
         """Start to read at most `max_blocks` waiting blocks. Returns how many."""
         if not self._blocks.num_reading:
             self.reading_since_s = self._clock()
-        part = self._blocks.begin_read(max_blocks)
+        part = self._blocks.begin_read(max_blocks, reads.regions.region_of)
         self._spawn(self._read(reads, part))
         return len(part.own)
 
     async def _read(self, reads: PeerReads, part: Slice) -> None:
-        source = KvDescriptor(memory=reads.memory, block_ids=tuple(block.block_id for block in part.blocks))
+        source = reads.regions.describe([block.block_id for block in part.blocks])
         read_id, state = await reads.read(self._transfer_id, source, part.own)
         problem: str | None = FAILED
         if state is None or state is ReadState.IN_DOUBT:

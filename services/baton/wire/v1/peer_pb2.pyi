@@ -24,16 +24,18 @@ class ReaderMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., will_read: _Optional[_Union[WillRead, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol_version", "reader", "owner", "layout")
+    __slots__ = ("protocol_version", "reader", "owner", "layout", "max_regions")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_REGIONS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     reader: _common_pb2.WorkerRef
     owner: _common_pb2.WorkerRef
     layout: _common_pb2.KvLayout
-    def __init__(self, protocol_version: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., owner: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ...) -> None: ...
+    max_regions: int
+    def __init__(self, protocol_version: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., owner: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., max_regions: _Optional[int] = ...) -> None: ...
 
 class HashRange(_message.Message):
     __slots__ = ("hashes", "cache_salt")

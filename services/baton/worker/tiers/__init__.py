@@ -1,0 +1,1 @@
+"""Slower tiers of a worker's KV: host memory, copies out of the device, and reloads."""

@@ -1,0 +1,110 @@
+"""Copies idle blocks of the device to a slower tier, in the background.
+
+Blocks at their second use come first, then those that are slow to compute again. Within each group the block
+that became idle first comes first, because it is evicted first.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.step_cost import StepCostModel
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.tiers.copy_policy import block_compute_s, is_worth_copying, max_copied_blocks, pause_after_s
+from baton.engine.tiers.kv_tier import BlockToStore, KvTier
+
+
+class CopyOut:
+    """Chooses blocks of one pool and stores them in one tier. Implements `PoolListener`.
+
+    A block that is being copied is not reallocated until the copy has ended.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tier: KvTier,
+        *,
+        block_bytes: int,
+        chunk_tokens: int,
+        costs: Callable[[], StepCostModel | None],
+        is_busy: Callable[[], bool],
+        on_stored: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Follow `pool`. `run` copies.
+
+        chunk_tokens: most tokens of a step
+        is_busy: returns True while steps run, which copies must not delay
+        on_stored: called when the content of the tier has changed
+        """
+        self._pool, self._tier = pool, tier
+        self._block_bytes, self._chunk_tokens = block_bytes, chunk_tokens
+        self._costs, self._is_busy, self._on_stored = costs, is_busy, on_stored
+        self._reused: OrderedDict[int, None] = OrderedDict()
+        self._others: OrderedDict[int, None] = OrderedDict()
+        self._woken = asyncio.Event()
+        pool.add_listener(self)
+        pool.on_freed(self._wake)
+
+    def became_idle(self, block_id: int) -> None:
+        """Consider a block. A replica is left to the worker that it was pulled from."""
+        self._reused.pop(block_id, None)
+        self._others.pop(block_id, None)
+        if not self._pool.is_replica(block_id):
+            (self._reused if self._pool.is_reused(block_id) else self._others)[block_id] = None
+
+    def withdrawn(self, block_hash: BlockHash) -> None:
+        self._tier.discard(block_hash)
+        self._on_stored()
+
+    async def run(self) -> None:
+        """Copy until cancelled. A running copy ends before this does."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while batch := self.next_batch():
+                started_s = asyncio.get_running_loop().time()
+                try:
+                    await self._tier.store(batch)
+                finally:
+                    self._pool.end_copy([block.block_id for block in batch])
+                self._on_stored()
+                took_s = asyncio.get_running_loop().time() - started_s
+                await asyncio.sleep(pause_after_s(took_s, is_busy=self._is_busy()))
+
+    def next_batch(self) -> list[BlockToStore]:
+        """Take the blocks that are copied next, and keep them from being reallocated."""
+        batch: list[BlockToStore] = []
+        most = max_copied_blocks(self._pool.num_allocatable, self._block_bytes)
+        for queue in (self._reused, self._others):
+            while queue and len(batch) < most:
+                block_id, _ = queue.popitem(last=False)
+                block = self._to_store(block_id)
+                if block is not None:
+                    batch.append(block)
+        return batch
+
+    def _to_store(self, block_id: int) -> BlockToStore | None:
+        """Return the block if it is still idle and worth it. One that is in use will become idle again."""
+        pool = self._pool
+        is_reused = pool.is_reused(block_id)
+        if self._tier.holds(pool.hash_of(block_id)) or not self._is_worth_copying(is_reused=is_reused):
+            return None
+        block_hash = pool.begin_copy(block_id)
+        if block_hash == NO_HASH:
+            return None
+        return BlockToStore(
+            block_id=block_id, block_hash=block_hash, is_announced=pool.is_announced(block_hash), is_reused=is_reused
+        )
+
+    def _is_worth_copying(self, *, is_reused: bool) -> bool:
+        costs = self._costs()
+        compute_s = None
+        if costs is not None:
+            compute_s = block_compute_s(costs, self._pool.block_size_tokens, self._chunk_tokens)
+        return is_worth_copying(is_reused=is_reused, compute_s=compute_s, reload_s=self._tier.load_s(1))
+
+    def _wake(self) -> None:
+        if self._reused or self._others:
+            self._woken.set()

@@ -1,0 +1,194 @@
+"""`HostTier`: the KV blocks that a worker keeps in host memory, which its peers may read, too."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.engine.tiers.copy_policy import COPY_BYTES
+from baton.engine.tiers.copy_speed import CopySpeed
+from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
+from baton.engine.tiers.slots import TierSlots
+from baton.runtime.failpoints import hit
+from baton.runtime.logging import get_logger
+from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
+from baton.worker.tiers.block_copies import BlockCopies, CopyRunner
+
+log = get_logger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True, kw_only=True)
+class TierTotals:
+    """Counters since the start, for metrics.
+
+    invalid_blocks: loaded blocks whose generation or hash was not the expected one; they were not used.
+    failed_copies: copies that raised an error.
+    """
+
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    store_s: float = 0.0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    invalid_blocks: int = 0
+    failed_copies: int = 0
+
+
+class HostTier:
+    """Implements `KvTier` over host memory.
+
+    slots: the slots, on which peers hold leases. A slot's number is its block id in the region that peers read.
+    """
+
+    tier = Tier.HOST
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerRef,
+        num_slots: int,
+        block_bytes: int,
+        generations: MemoryGenerationTable,
+        copies: BlockCopies,
+        runner: CopyRunner,
+    ) -> None:
+        """Take ownership of `copies` and `runner`. `generations`: of the slots, in memory that peers read."""
+        self.slots = TierSlots(num_slots, generations)
+        self.totals = TierTotals()
+        self.block_bytes = block_bytes
+        self._worker = worker
+        self._generations = generations
+        self._copies = copies
+        self._runner = runner
+        self._store_speed, self._load_speed = CopySpeed(), CopySpeed()
+        self._running: dict[asyncio.Task[Any], None] = {}
+
+    def counts(self) -> TierCounts:
+        return self.slots.counts()
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        return self.slots.slot_of(block_hash) is not None
+
+    def load_s(self, num_blocks: int) -> float | None:
+        """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
+        s_per_byte = self._load_speed.s_per_byte
+        if s_per_byte is None:
+            s_per_byte = self._store_speed.s_per_byte
+        return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+
+    async def measure(self, num_device_blocks: int) -> None:
+        """Measure the speed of copies out, before the first store. The slots that it writes are free.
+
+        The first of two copies allocates memory, so it does not count.
+        """
+        count = min(num_device_blocks, self.slots.num_slots, max(1, COPY_BYTES // self.block_bytes))
+        for speed in (CopySpeed(), self._store_speed):
+            await self._to_its_end(self._copy(self._copies.to_host, range(count), range(count), speed))
+
+    async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        return await self._to_its_end(self._store(blocks))
+
+    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        return await self._to_its_end(self._load(hashes, block_ids))
+
+    def discard(self, block_hash: BlockHash) -> None:
+        self.slots.discard(block_hash)
+
+    def hashes(self) -> list[BlockHash]:
+        return self.slots.hashes()
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        return self.slots.take_events()
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._runner.close()
+        self._copies.close()
+
+    # -- internal ----------------------------------------------------------------------------------
+
+    async def _store(self, blocks: Sequence[BlockToStore]) -> int:
+        filling = self.slots.begin_fill(blocks)
+        if not filling:
+            return 0
+        took_s = await self._copy(
+            self._copies.to_host, [block.block_id for block in filling.values()], list(filling), self._store_speed
+        )
+        num_stored = self.slots.end_fill(filling, is_complete=took_s is not None)
+        if took_s is not None:
+            self.totals.stored_blocks += num_stored
+            self.totals.stored_bytes += len(filling) * self.block_bytes
+            self.totals.store_s += took_s
+        return num_stored
+
+    async def _load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        slots = self.slots.lookup(hashes[: len(block_ids)])
+        if not slots:
+            return 0
+        self.slots.pin(slots)
+        expected = [
+            AnnouncedBlock(index=index, block_id=slot, generation=self.slots.generation(slot), block_hash=hashes[index])
+            for index, slot in enumerate(slots)
+        ]
+        took_s = await self._copy(self._copies.to_device, slots, block_ids[: len(slots)], self._load_speed)
+        num_loaded = 0 if took_s is None else self._num_valid(expected)
+        self.slots.count_use(slots[:num_loaded])
+        self.slots.unpin(slots)  # afterwards, so that the end of a chain is evicted first
+        if took_s is not None:
+            self.totals.loaded_blocks += num_loaded
+            self.totals.loaded_bytes += len(slots) * self.block_bytes
+            self.totals.load_s += took_s
+        return num_loaded
+
+    def _num_valid(self, expected: Sequence[AnnouncedBlock]) -> int:
+        """Return how many leading slots still have the content that they had before the copy."""
+        for count, block in enumerate(expected):
+            entry = self._generations.entry(block.block_id)
+            what = mismatch((block,), (entry,), self._worker.worker_epoch)
+            if what is not None:
+                self.totals.invalid_blocks += len(expected) - count
+                log.warning("kv_reload_invalid", what=what, num_blocks=len(expected) - count)
+                return count
+        return len(expected)
+
+    async def _copy(
+        self,
+        copy: Callable[[Sequence[int], Sequence[int]], None],
+        source: Sequence[int],
+        destination: Sequence[int],
+        speed: CopySpeed,
+    ) -> float | None:
+        """Return how long the copy took; None if it failed."""
+        num_bytes = len(source) * self.block_bytes
+        try:
+            hit("tier.before_copy", num_blocks=len(source))
+            took_s = await self._runner.run(partial(copy, source, destination), num_bytes)
+        except Exception:  # errors of the device library
+            log.exception("kv_tier_copy_failed", num_blocks=len(source))
+            self.totals.failed_copies += 1
+            return None
+        speed.observe(num_bytes, took_s)
+        return took_s
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run `work` until it ends, even if the caller is cancelled: its copy cannot be stopped."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running[task] = None
+        task.add_done_callback(self._running.pop)
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return task.result()
