@@ -50,6 +50,7 @@ GROUPS = {
         "decode",
         "hybrid",
         "kv_memory",
+        "host_kv_memory",
         "weight_cache",
         "block_size_tokens",
         "kv_announce_every",

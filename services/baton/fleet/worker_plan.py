@@ -108,15 +108,17 @@ def max_workers_per_gpu(specs: Sequence[WorkerSpec]) -> int:
     return max(Counter(spec.gpu for spec in specs).values(), default=1)
 
 
-def check_kv_memory(kv_memory: int, num_workers: int, free: int) -> None:
-    """Raise ConfigError if `free` bytes of host memory cannot hold `kv_memory` bytes for each worker.
+def check_kv_memory(sizes: Mapping[str, int], num_workers: int, free: int) -> None:
+    """Raise ConfigError if `free` bytes of host memory cannot hold `sizes` for each worker: bytes by option.
 
     A check in each worker is not enough: when they start together, no worker has touched its pages yet. All
         checks would pass, and the machine would run out of memory while they serve.
     """
+    kv_memory = sum(sizes.values())
     if kv_memory * num_workers > free:
+        given = " and ".join(f"{option} {format_size(size)}" for option, size in sizes.items())
         raise ConfigError(
-            f"--kv-memory {format_size(kv_memory)} for each of {num_workers} workers is "
+            f"{given} for each of {num_workers} workers is "
             f"{kv_memory * num_workers >> 20} MiB, but only {free >> 20} MiB are free: set it well below "
             f"{free // num_workers >> 20}MiB, because the models need memory too, or start fewer workers"
         )

@@ -327,6 +327,7 @@ async def _build_worker(
             costs=await initial_step_costs(device, stores.costs, observed.health),
             cost_store=stores.costs,
             costs_key=device.costs_key,
+            tier=device.tier,
             draft=device.draft,
             draft_costs=await initial_step_costs(device.draft, stores.costs, observed.health),
             tracing=tracing,

@@ -9,6 +9,7 @@ from baton.core.ids import WorkerRef
 from baton.core.interfaces import CostStore, KvEventFeed, Membership, Network
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
+from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.draft_model import DraftModel
 from baton.engine.state.engine_config import EngineConfig
@@ -26,6 +27,9 @@ from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.worker_device import DraftDevice
 from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
+from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.host_tier import HostTier
+from baton.worker.tiers.regions import WorkerRegions
 
 KV_EVENTS_TTL_S = 30.0
 KV_EVENTS_TTL_HEARTBEATS = 10
@@ -41,6 +45,7 @@ class WorkerParts:
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
+    tier: the host tier of the KV; None: there is none
     draft: the draft model; None: there is none. draft_costs: its initial step costs, as `costs`
     budget: the memory budget of the process
     admin_port: port of its metrics; None: there is none
@@ -63,6 +68,7 @@ class WorkerParts:
     costs: StepCostModel | None = None
     cost_store: CostStore | None = None
     costs_key: str = ""
+    tier: HostTier | None = None
     draft: DraftDevice | None = None
     draft_costs: StepCostModel | None = None
     tracing: Tracing = OFF
@@ -74,7 +80,14 @@ def build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
     if parts.feed is None:
         return None
     ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
-    return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
+    return KvEventPublisher(
+        worker=parts.worker,
+        pool=parts.pool,
+        tiers={} if parts.tier is None else {parts.tier.tier: parts.tier},
+        feed=parts.feed,
+        ttl_s=ttl_s,
+        rng=parts.rng,
+    )
 
 
 def draft_cost_keeper(parts: WorkerParts) -> CostKeeper:
@@ -101,15 +114,33 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
     )
 
 
+def build_copy_out(
+    parts: WorkerParts, engine: Engine, costs: Callable[[], StepCostModel | None], on_stored: Callable[[], None]
+) -> CopyOut | None:
+    """Build what copies idle blocks to the host tier. Returns None without a tier."""
+    if parts.tier is None:
+        return None
+    return CopyOut(
+        parts.pool,
+        parts.tier,
+        block_bytes=parts.tier.block_bytes,
+        chunk_tokens=parts.engine_config.max_num_batched_tokens,
+        costs=costs,
+        is_busy=lambda: not engine.is_idle,
+        on_stored=on_stored,
+    )
+
+
 def build_owner(parts: WorkerParts) -> OwnerService:
     """Build the service that lets peers read this worker's KV."""
     config = parts.config
+    regions = parts.pool if parts.tier is None else WorkerRegions(parts.pool, parts.tier.slots)
     return OwnerService(
         worker=parts.worker,
         layout=parts.executor.layout,
         backend=parts.backend,
-        pins=parts.pool,
-        lookup=parts.pool.lookup,
+        pins=regions,
+        lookup=regions.lookup,
         lease_s=config.lease_s,
         claim_timeout_s=config.kv_claim_timeout_s,
         reorder_window_s=config.transfer_reorder_window_s,

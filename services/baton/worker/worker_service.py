@@ -35,9 +35,12 @@ from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
+from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.reloads import Reloads
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 from baton.worker.worker_parts import (
     WorkerParts,
+    build_copy_out,
     build_draft_model,
     build_owner,
     build_publisher,
@@ -81,6 +84,13 @@ class Worker:
             tokens_per_step=lambda: self._draft_speedup.tokens_per_step,
         )
         self.publisher = build_publisher(parts)
+        self.tier = parts.tier
+        self.copy_out = build_copy_out(parts, self.engine, self._current_costs, self._publish_kv_events)
+        self.reloads = (
+            None
+            if parts.tier is None
+            else Reloads(engine=self.engine, tier=parts.tier, tasks=self.tasks, costs=self._current_costs)
+        )
         self.owner = build_owner(parts)
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
@@ -113,6 +123,7 @@ class Worker:
             pool=parts.pool,
             owner=self.owner,
             reader=self.reader,
+            reloads=self.reloads,
             prefixes=PrefixPuller(engine=self.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
             constraints=parts.constraints,
@@ -277,6 +288,8 @@ class Worker:
         """Raise AssertionError unless nothing is left of past requests except cached and quarantined
         blocks."""
         self.pool.check()
+        if self.tier is not None:
+            self.tier.slots.check()
         counts = self.pool.counts()
         if self._parts.draft is not None and (used := self._parts.draft.pool.counts().used):
             raise AssertionError(f"{used} blocks of the draft model are in use; must be none")
@@ -285,6 +298,7 @@ class Worker:
             and self.engine.is_idle
             and not self.owner.open_leases
             and counts.free + counts.cached + counts.quarantined == counts.total
+            and (self.tier is None or self.tier.counts().busy == 0)
         )
         if not is_clean:
             raise AssertionError(f"not clean: {self.debug_state()}")
@@ -340,6 +354,18 @@ class Worker:
         self.tasks.start(self._draft_costs.run(), name="worker-draft-costs")
         if self.publisher is not None:
             self.tasks.start(self.publisher.run(), name="worker-kv-events")
+        if self.copy_out is not None:
+            self.tasks.start(self._copy_out(self.copy_out), name="worker-copy-out")
+
+    def _current_costs(self) -> StepCostModel | None:
+        return self._costs.costs
+
+    async def _copy_out(self, copy_out: CopyOut) -> None:
+        """Measure the host tier, then copy idle blocks into it until this task is cancelled."""
+        if self.tier is not None:
+            await self.tier.measure(self.pool.num_blocks)
+        self._notifier.changed()
+        await copy_out.run()
 
     async def _announce(self) -> None:
         """Keep the worker listed as a member while this task runs."""

@@ -111,3 +111,37 @@ def num_kv_blocks(
             "or lower --max-model-len"
         )
     return blocks
+
+
+TIER_SHARE = 0.5
+"""Share of the free host memory that copies of a GPU's KV take by default. The rest is for the page cache, from
+which models are loaded, and for other processes."""
+MAX_TIER_RATIO = 4
+"""Most memory that the host tier takes by default, as a multiple of the KV cache."""
+
+
+def num_tier_slots(
+    layout: KvLayout, num_blocks: int, *, free: int, host_kv_memory: int | None, is_host: bool, num_sharing: int = 1
+) -> int:
+    """Return the number of slots of one worker's host tier; 0 for no tier.
+
+    free: host memory in bytes that is left beside the KV cache, shared by `num_sharing` workers.
+    is_host: the KV cache is in host memory, too; then there is no tier by default.
+    host_kv_memory: size in bytes that was configured; replaces the default.
+
+    Raises ConfigError if `host_kv_memory` is more than what is free, or less than one block.
+    """
+    if host_kv_memory is None:
+        budget = min(int(max(0, free) * TIER_SHARE) // num_sharing, MAX_TIER_RATIO * num_blocks * layout.block_bytes)
+        return 0 if is_host else budget // layout.block_bytes
+    if host_kv_memory > max(0, free):
+        raise ConfigError(
+            f"--host-kv-memory is {format_size(host_kv_memory)}; must be at most {max(0, free) >> 20} MiB, which are free "
+            "beside the KV cache"
+        )
+    if 0 < host_kv_memory < layout.block_bytes:
+        raise ConfigError(
+            f"--host-kv-memory is {format_size(host_kv_memory)}; must be 0, or at least one block of "
+            f"{format_size(layout.block_bytes)}"
+        )
+    return host_kv_memory // layout.block_bytes

@@ -50,6 +50,9 @@ def plan_workers_on(host: LocalHost, config: ClusterConfig | FleetConfig) -> lis
     """
     is_limited = host.quota is not None and host.quota < len(host.cores)
     specs = plan_workers(config, () if is_limited else host.cores, host.gpus)
-    if config.kv_memory is not None and computes_on_cpu(config.device, host.gpus, host.has_gpu_driver):
-        check_kv_memory(config.kv_memory, len(specs), host.free_bytes)
+    on_cpu = computes_on_cpu(config.device, host.gpus, host.has_gpu_driver)
+    sizes = {"--host-kv-memory": config.host_kv_memory or 0, "--kv-memory": (config.kv_memory or 0) if on_cpu else 0}
+    given = {option: size for option, size in sizes.items() if size}
+    if given:
+        check_kv_memory(given, len(specs), host.free_bytes)
     return specs

@@ -1,36 +1,36 @@
-"""Copies KV blocks between a device and a host buffer of equal size, which every transport can reach."""
+"""Copies KV blocks between a device and host memory: a staging buffer of equal size, or slots of a tier."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import groupby
 
 import numpy as np
 import torch
 
 from baton.model.device.kv_tensors import KvCache
 from baton.runtime.logging import get_logger
+from baton.transfer.backends.block_ranges import runs
 
 log = get_logger(__name__)
 
 
-class HostStaging:
-    """Copies single blocks in either direction, on a GPU in a separate stream.
+class DeviceCopies:
+    """Copies blocks in either direction, on a GPU in a separate stream.
 
     A copy does not wait for running steps. Therefore no running step may read or write the blocks being
     copied.
     """
 
     def __init__(self, cache: KvCache, host: np.typing.NDArray[np.uint8]) -> None:
-        """`host`: uint8 [num_blocks, block_bytes]; must stay allocated until `close`.
+        """`host`: uint8 [num_slots, block_bytes]; must stay allocated until `close`.
 
-        Raises ValueError if the shape differs from that of the device's blocks.
+        Raises ValueError if the size of a block differs from that of the device's blocks.
         """
         self._device = cache.memory
         self._host = torch.from_numpy(host)
-        if self._host.shape != self._device.shape:
+        if self._host.shape[1] != self._device.shape[1]:
             raise ValueError(
-                f"the host buffer is {tuple(self._host.shape)} bytes; "
-                f"must be {tuple(self._device.shape)} as the device's blocks"
+                f"the host buffer has blocks of {self._host.shape[1]} bytes; must be {self._device.shape[1]} as the "
+                "device's blocks"
             )
         self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self._is_pinned = self._stream is not None and _pin(self._host, cache.device)
@@ -41,23 +41,52 @@ class HostStaging:
             self._is_pinned = False
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
 
+    def to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy device blocks to slots of the host buffer, in the same order, and wait for it."""
+        self._copy(self._device, block_ids, self._host, slots)
+
+    def to_device(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy slots of the host buffer to device blocks, in the same order, and wait for it."""
+        self._copy(self._host, slots, self._device, block_ids)
+
+    def _copy(self, source: torch.Tensor, source_ids: Sequence[int], own: torch.Tensor, own_ids: Sequence[int]) -> None:
+        ranges = [
+            (slice(run.source, run.source + run.num_blocks), slice(run.own, run.own + run.num_blocks))
+            for run in runs(source_ids, own_ids)
+        ]
+        if self._stream is None:
+            for read, write in ranges:
+                own[write].copy_(source[read])
+            return
+        with torch.cuda.stream(self._stream):
+            for read, write in ranges:
+                own[write].copy_(source[read], non_blocking=True)
+        self._stream.synchronize()
+
+
+class HostStaging:
+    """Copies single blocks between a device and a host buffer, which every transport can reach, under the same
+    ids."""
+
+    def __init__(self, cache: KvCache, host: np.typing.NDArray[np.uint8]) -> None:
+        """`host`: as of `DeviceCopies`, with as many blocks as the device. Raises ValueError otherwise."""
+        if host.shape != tuple(cache.memory.shape):
+            raise ValueError(
+                f"the host buffer is {host.shape} bytes; must be {tuple(cache.memory.shape)} as the device's blocks"
+            )
+        self._copies = DeviceCopies(cache, host)
+
+    def close(self) -> None:
+        """Undo the pinning of the host buffer. Call it after the last copy."""
+        self._copies.close()
+
     def to_host(self, block_ids: Sequence[int]) -> None:
         """Copy blocks from the device to the same indices of the host buffer, and wait for it."""
-        self._copy(self._device, self._host, block_ids)
+        self._copies.to_host(block_ids, block_ids)
 
     def to_device(self, block_ids: Sequence[int]) -> None:
         """Copy blocks from the host buffer to the same indices on the device, and wait for it."""
-        self._copy(self._host, self._device, block_ids)
-
-    def _copy(self, source: torch.Tensor, destination: torch.Tensor, block_ids: Sequence[int]) -> None:
-        if self._stream is None:
-            for run in _runs(block_ids):
-                destination[run].copy_(source[run])
-            return
-        with torch.cuda.stream(self._stream):
-            for run in _runs(block_ids):
-                destination[run].copy_(source[run], non_blocking=True)
-        self._stream.synchronize()
+        self._copies.to_device(block_ids, block_ids)
 
 
 def _pin(host: torch.Tensor, device: torch.device) -> bool:
@@ -76,10 +105,3 @@ def _pin(host: torch.Tensor, device: torch.device) -> bool:
             torch.zeros(1, device=device)
         return False
     return True
-
-
-def _runs(block_ids: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of consecutive block ids."""
-    for _, group in groupby(enumerate(block_ids), key=lambda numbered: numbered[1] - numbered[0]):
-        ids = [block_id for _, block_id in group]
-        yield slice(ids[0], ids[-1] + 1)

@@ -80,6 +80,14 @@ class ComputeSettings(Config):
         unit="bytes",
         minimum=1,
     )
+    host_kv_memory: int | None = setting(
+        None,
+        help="host memory of one worker for copies of KV that its device has no room for; unset uses 50 % of the host "
+        "memory that is free on a machine with GPUs, at most 4 times the KV cache, and none on a CPU, where the KV cache "
+        "is in host memory; 0 uses none",
+        unit="bytes",
+        minimum=0,
+    )
     block_size_tokens: int = setting(
         16,
         help="tokens per KV block; must be the same for all workers of a cluster",

@@ -15,7 +15,15 @@ from baton.runtime.config.byte_sizes import format_size
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
-from baton.transfer.backends.host_memory import HOST, Bytes, KvRegion, allocate_private, allocate_shared, anonymous
+from baton.transfer.backends.host_memory import (
+    HOST,
+    Bytes,
+    HostMemory,
+    KvRegion,
+    allocate_private,
+    allocate_shared,
+    anonymous,
+)
 from baton.transfer.backends.one_sided_backend import probe_blocks
 from baton.transfer.backends.staged_backend import StagedBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -30,48 +38,86 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierMemory:
+    """Host memory for copies of KV, which peers can read, too.
+
+    kv: the slots, [num_slots, block_bytes] uint8
+    generations: their generation table
+    """
+
+    kv: Bytes
+    generations: MemoryGenerationTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredMemory:
     """KV memory that peers can read.
 
     generations: the generation table of its blocks
     backend: the transfer backend that it is registered with
-    close: frees the memory
+    close: frees the memory, and that of the tier
+    tier: memory of the host tier; None without one
     note: text to append to the device summary
     """
 
     generations: MemoryGenerationTable
     backend: TransferBackend
     close: Callable[[], None]
+    tier: TierMemory | None = None
     note: str = ""
 
 
 def register_host_memory(
-    config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int
+    config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int, num_slots: int = 0
 ) -> tuple[Bytes, RegisteredMemory]:
     """Allocate and register host memory. Returns the blocks [num_blocks, block_bytes] uint8 and their
     registration.
 
+    num_slots: of the host tier; 0 for none.
     Raises ConfigError if the memory cannot be allocated or NIXL is missing.
     """
-    allocate = allocate_shared if config.transfer == "local" else allocate_private
-    try:
-        memory = allocate(num_blocks, layout.block_bytes)
-    except OSError as error:
-        size = format_size(num_blocks * layout.block_bytes)
-        raise ConfigError(f"cannot allocate {size} for KV ({error.strerror}): set a smaller --kv-memory") from error
+    memory = _allocate(config, layout, num_blocks, "--kv-memory")
     generations = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
+    slots, tier = _allocate_tier(config, worker, layout, num_slots)
     backend: TransferBackend
     if config.transfer == "local":
         from baton.transfer.backends.local_backend import LocalBackend
 
-        backend = LocalBackend(worker=worker, layout=layout, memory=memory)
+        backend = LocalBackend(worker=worker, layout=layout, memory=memory, tier=slots)
     else:
         from baton.transfer.backends.nixl_backend import NixlBackend
 
         with _nixl_required():
-            backend = NixlBackend.over(memory, worker=worker, layout=layout, **_nixl_settings(config))
+            backend = NixlBackend.over(memory, worker=worker, layout=layout, tier=slots, **_nixl_settings(config))
     memory.prefault()
-    return memory.kv, RegisteredMemory(generations=generations, backend=backend, close=memory.close)
+
+    def close() -> None:
+        memory.close()
+        if slots is not None:
+            slots.close()
+
+    return memory.kv, RegisteredMemory(generations=generations, backend=backend, close=close, tier=tier)
+
+
+def _allocate(config: WorkerConfig, layout: KvLayout, num_blocks: int, option: str) -> HostMemory:
+    """Allocate memory that the transfer backend can register. `option`: sets its size."""
+    allocate = allocate_shared if config.transfer == "local" else allocate_private
+    try:
+        return allocate(num_blocks, layout.block_bytes)
+    except OSError as error:
+        size = format_size(num_blocks * layout.block_bytes)
+        raise ConfigError(f"cannot allocate {size} for KV ({error.strerror}): set a smaller {option}") from error
+
+
+def _allocate_tier(
+    config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_slots: int
+) -> tuple[HostMemory | None, TierMemory | None]:
+    """Allocate the memory of the host tier. Its pages are allocated when they are first written."""
+    if not num_slots:
+        return None, None
+    memory = _allocate(config, layout, num_slots, "--host-kv-memory")
+    generations = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
+    return memory, TierMemory(kv=memory.kv, generations=generations)
 
 
 def register_gpu_memory(
@@ -81,15 +127,17 @@ def register_gpu_memory(
     free_bytes: Callable[[], int] = free_host_bytes,
     *,
     path: KvPath = KvPath.DIRECT,
+    num_slots: int = 0,
 ) -> RegisteredMemory:
     """Register the KV cache of a GPU, or stage it in host memory: if `path` says so, or if NIXL cannot
     register GPU memory.
 
+    num_slots: of the host tier; 0 for none.
     Raises ConfigError if there is not enough host memory for staging.
     """
     if config.transfer == "nixl" and (path is KvPath.DIRECT or not _can_stage(config, cache, free_bytes())):
         try:
-            return register_directly(config, worker, cache)
+            return register_directly(config, worker, cache, num_slots=num_slots)
         except (ConfigError, LayoutMismatch):
             raise
         except Exception as error:  # NIXL's exceptions have no common base
@@ -98,7 +146,7 @@ def register_gpu_memory(
                 error=f"{type(error).__name__}: {error}",
                 hint="KV is staged through host memory, which is slower",
             )
-    return register_staged(config, worker, cache, free_bytes)
+    return register_staged(config, worker, cache, free_bytes, num_slots=num_slots)
 
 
 def _can_stage(config: WorkerConfig, cache: "KvCache", free: int) -> bool:
@@ -112,10 +160,16 @@ def _can_stage(config: WorkerConfig, cache: "KvCache", free: int) -> bool:
 
 
 def register_staged(
-    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", free_bytes: Callable[[], int] = free_host_bytes
+    config: WorkerConfig,
+    worker: WorkerRef,
+    cache: "KvCache",
+    free_bytes: Callable[[], int] = free_host_bytes,
+    *,
+    num_slots: int = 0,
 ) -> RegisteredMemory:
     """Register host memory of the size of a GPU's KV cache, through which its blocks are copied.
 
+    num_slots: of the host tier; 0 for none.
     Raises ConfigError if there is not enough host memory.
     """
     from baton.model.device.host_staging import HostStaging
@@ -126,17 +180,17 @@ def register_staged(
             f"GPU KV is staged through host memory, which needs {format_size(needed)}; only {free >> 20} MiB are free: "
             "set a smaller --kv-memory, or --gpu-kv direct if peers reach GPU memory"
         )
-    kv, registered = register_host_memory(config, worker, layout, num_blocks)
+    kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
     backend = StagedBackend(registered.backend, HostStaging(cache, kv))
     return replace(registered, backend=backend, note=", staged through host memory")
 
 
 def register_directly(
-    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", memory_kind: str = "cuda"
+    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", memory_kind: str = "cuda", *, num_slots: int = 0
 ) -> RegisteredMemory:
     """Register the KV cache of a GPU itself. Raises what NIXL raises if it does not support this memory.
 
-    `memory_kind`: `HOST` tries the code without a GPU.
+    `memory_kind`: `HOST` tries the code without a GPU. `num_slots`: of the host tier; 0 for none.
     """
     import numpy as np
 
@@ -146,6 +200,7 @@ def register_directly(
     scratch = cache.memory.new_zeros(probe_blocks(cache.num_blocks, cache.layout), cache.layout.block_bytes)
     gpu_region = partial(KvRegion, memory_kind=memory_kind, device_id=cache.device.index or 0)
     table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
+    slots, tier = _allocate_tier(config, worker, cache.layout, num_slots)
     with _nixl_required():
         backend = NixlBackend(
             worker=worker,
@@ -153,11 +208,15 @@ def register_directly(
             kv=gpu_region(address=cache.memory.data_ptr(), num_bytes=cache.memory.nbytes),
             generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
             scratch=gpu_region(address=scratch.data_ptr(), num_bytes=scratch.nbytes, owner=scratch),
+            tier=slots,
             bind_thread=partial(bind_thread, cache.device) if memory_kind != HOST else lambda: None,
             **_nixl_settings(config),
         )
     return RegisteredMemory(
-        generations=MemoryGenerationTable(table, worker.worker_epoch), backend=backend, close=lambda: None
+        generations=MemoryGenerationTable(table, worker.worker_epoch),
+        backend=backend,
+        close=lambda: None if slots is None else slots.close(),
+        tier=tier,
     )
 
 

@@ -14,6 +14,7 @@ from baton.core.kv.kv_tables import windows_text
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.sizing import free_host_bytes
 from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
@@ -25,8 +26,10 @@ from baton.worker.device.gpu_start import Say, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
+from baton.worker.device.open_tier import num_slots_for_worker, open_host_tier
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
+from baton.worker.tiers.host_tier import HostTier
 
 if TYPE_CHECKING:
     from baton.model.backends.backend_selection import Backend
@@ -80,7 +83,7 @@ def _open_in_compute_thread(
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
     draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, gpu.draft_refused)
     num_blocks = _num_blocks(config, loaded, backend, layout, draft)
-    cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
+    cache, registered, tier = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
     pool = BlockPool(
         num_blocks,
         config.block_size_tokens,
@@ -94,7 +97,8 @@ def _open_in_compute_thread(
     if draft is not None:
         draft.backend.after_warmup()
     reason = f" ({gpu.path.reason})" if gpu.path.reason else ""
-    kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}{reason}"
+    num_slots = 0 if tier is None else tier.slots.num_slots
+    kv_text = f"{kv_summary(config, layout, num_blocks, num_slots)}{registered.note}{reason}"
     draft_text = "" if draft_device is None else f", {draft_device.summary}"
     return Device(
         executor=executor,
@@ -105,6 +109,7 @@ def _open_in_compute_thread(
         summary=f"{_device_text(loaded)}, {num_threads} threads, {kv_text}, {backend.name}{draft_text}",
         close_memory=registered.close,
         draft=draft_device,
+        tier=tier,
         costs_key=step_costs_key(
             layout.model_fingerprint,
             device_name(loaded.device),
@@ -169,18 +174,27 @@ def _open_kv(
     layout: KvLayout,
     num_blocks: int,
     path: KvPath,
-) -> tuple["KvCache", RegisteredMemory]:
-    """Allocate KV memory where the model is, and register it."""
+) -> tuple["KvCache", RegisteredMemory, HostTier | None]:
+    """Allocate KV memory where the model is, and that of the host tier, and register both."""
     from baton.model.device.device_info import gpu_segments
+    from baton.model.device.host_staging import DeviceCopies
     from baton.model.device.kv_tensors import KvCache
 
-    if loaded.device.type == "cpu":
-        kv, registered = register_host_memory(config, worker, layout, num_blocks)
-        return KvCache.over(kv.reshape(-1).data, layout, loaded.dtype), registered
+    is_host, is_staged = loaded.device.type == "cpu", path is KvPath.STAGED
+    num_slots = num_slots_for_worker(
+        config, layout, num_blocks, free_host_bytes(), is_host=is_host, is_staged=is_staged
+    )
+    if is_host:
+        kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
+        cache = KvCache.over(kv.reshape(-1).data, layout, loaded.dtype)
+        return cache, registered, open_host_tier(worker, registered, kv=kv)
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
     if config.transfer == "nixl":
         require_plain_memory(gpu_segments(), cache.memory.data_ptr())
-    return cache, register_gpu_memory(config, worker, cache, path=path)
+    registered = register_gpu_memory(config, worker, cache, path=path, num_slots=num_slots)
+    if registered.tier is None:
+        return cache, registered, None
+    return cache, registered, open_host_tier(worker, registered, copies=DeviceCopies(cache, registered.tier.kv))
 
 
 def _device_text(loaded: "LoadedModel") -> str:

@@ -17,6 +17,7 @@ from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import TransferBackend
 from baton.worker.device.gpu_use import step_tokens_of
+from baton.worker.tiers.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Device:
     costs: step costs that are known without measuring; None otherwise
     costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
     draft: the draft model; None without one
+    tier: the host tier of the KV; None without one
     """
 
     executor: Executor
@@ -57,6 +59,7 @@ class Device:
     costs: StepCostModel | None = None
     costs_key: str = ""
     draft: DraftDevice | None = None
+    tier: HostTier | None = None
 
     async def aclose(self) -> None:
         """Close the executor after its current step, wait briefly for running reads, then free the memory."""
@@ -64,6 +67,8 @@ class Device:
         if self.draft is not None:
             await self.draft.executor.aclose()
         await self.backend.aclose()
+        if self.tier is not None:
+            await self.tier.aclose()
         self.constraints.close()
         self.close_memory()
 
@@ -129,10 +134,11 @@ def num_blocks_per_draft_block(layout: KvLayout) -> int:
     return max(1, sum(not table.window for table in layout.tables))
 
 
-def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int) -> str:
-    """Describe the KV memory for the one-line device summary."""
+def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int, num_slots: int = 0) -> str:
+    """Describe the KV memory, with the slots of the host tier, for the one-line device summary."""
     size_mib = num_blocks * layout.block_bytes / MIB
     blocks = f"{num_blocks} blocks of {layout.block_size_tokens} tokens"
     if len(layout.tables) > 1:
         blocks += f" for {windows_text(layout.tables)}"
-    return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB), {config.transfer}"
+    tier = f", {num_slots * layout.block_bytes / MIB:.0f} MiB of host KV" if num_slots else ""
+    return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB){tier}, {config.transfer}"

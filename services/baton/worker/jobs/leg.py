@@ -26,6 +26,7 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.jobs.prefix_puller import PrefixPuller
+from baton.worker.tiers.reloads import Reloads
 
 log = get_logger(__name__)
 
@@ -40,6 +41,7 @@ class LegParts:
     pool: BlockPool
     owner: OwnerService
     reader: KvReader
+    reloads: Reloads | None
     prefixes: PrefixPuller
     tasks: BackgroundTasks
     constraints: TokenConstraints
@@ -213,20 +215,26 @@ class Leg(ABC):
         )
         self._output.delta(delta, is_last=self.has_ended)
 
-    def _usage(self, num_cached_tokens: int) -> Usage:
-        """Return the usage that the client sees. Replayed output tokens do not count as prompt tokens."""
+    def _usage(self, num_cached_tokens: int, num_reloaded_tokens: int = 0) -> Usage:
+        """Return the usage that the client sees. Replayed output tokens do not count as prompt tokens.
+
+        num_reloaded_tokens: at most so many of the cached ones, the last, came from the host tier.
+        """
         cached = min(num_cached_tokens, self._job.num_prompt_tokens)
+        reloaded = min(cached, num_reloaded_tokens)
+        by_tier = {Tier.DEVICE.value: cached - reloaded, Tier.HOST.value: reloaded}
         return Usage(
             num_prompt_tokens=self._job.num_prompt_tokens,
-            num_cached_tokens={Tier.DEVICE.value: cached} if cached else {},
+            num_cached_tokens={tier: count for tier, count in by_tier.items() if count},
         )
 
 
 class ComputingLeg(Leg):
     """A leg that computes the prompt on this worker.
 
-    If the job names a `prefix_source`, the leg first pulls that prefix into the prefix cache. The engine then
-    finds it there. A failed pull only means that the prefix is computed. A grammar is compiled before.
+    The leg first reloads what the host tier has of the prompt's prefix. If the job names a `prefix_source`, it
+    then pulls that prefix into the prefix cache. The engine finds both there. What fails is computed. A grammar
+    is compiled before.
     """
 
     def __init__(self, job: PrefillJob | DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
@@ -234,6 +242,7 @@ class ComputingLeg(Leg):
         source = job.prefix_source
         self._prefix_source = None if source is None or source.worker.worker_id == parts.worker.worker_id else source
         self._preparation: asyncio.Task[None] | None = None
+        self._num_reloaded_tokens = 0
         self._admitted_s = self._started_s
 
     @abstractmethod
@@ -241,7 +250,9 @@ class ComputingLeg(Leg):
         """Build the engine request for the samples that are still open."""
 
     def begin(self) -> None:
-        if self._prefix_source is None and not self._job.sampling.is_constrained:
+        reloads = self._parts.reloads
+        may_reload = reloads is not None and reloads.plan(self._usable_hashes) is not None
+        if self._prefix_source is None and not may_reload and not self._job.sampling.is_constrained:
             self._join_queue()
         else:
             # Refuse an invalid request now rather than after the pull.
@@ -256,6 +267,7 @@ class ComputingLeg(Leg):
         failure: Failure | None = None
         try:
             await self._prepare_rules()
+            await self._reload()
             if self._prefix_source is not None:
                 await self._pull_prefix(self._prefix_source)
             if not self.has_ended:
@@ -270,10 +282,22 @@ class ComputingLeg(Leg):
         if failure is not None:
             self.stop(failure)
 
+    @property
+    def _usable_hashes(self) -> Sequence[BlockHash]:
+        """Hashes of the leading blocks that may come from a cache: the last token is always computed, and every token
+        whose logprobs are reported."""
+        if self._job.sampling.num_prompt_logprobs is not None:
+            return ()
+        return self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
+
+    async def _reload(self) -> None:
+        if self._parts.reloads is not None:
+            num_blocks = await self._parts.reloads.reload(self._usable_hashes)
+            self._num_reloaded_tokens = num_blocks * self._parts.block_size_tokens
+
     async def _pull_prefix(self, source: PrefixSource) -> None:
-        usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
         await self._parts.prefixes.pull(
-            source, usable, cache_salt=self._job.cache_salt, trace_context=self._job.trace_context
+            source, self._usable_hashes, cache_salt=self._job.cache_salt, trace_context=self._job.trace_context
         )
 
     def _join_queue(self) -> None:

@@ -54,6 +54,8 @@ class PulledDecodeLeg(DecodeLeg):
         # Refuse an invalid request now rather than when the KV is ready.
         self._parts.engine.engine.check_request(self._request(pulled=True))
         usable = max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)
+        if self._parts.reloads is not None:  # what has arrived when blocks are allocated need not be pulled
+            self._parts.reloads.start(self._hashes[:usable])
         self._pull = self._parts.reader.pull(
             self._owner,
             self._job.job,

@@ -6,9 +6,11 @@ again, or has lost data, the publisher writes RESET and a new snapshot.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from random import Random
+from types import MappingProxyType
 from typing import Protocol
 
 from baton.core.errors import StoreUnavailable
@@ -33,14 +35,13 @@ HASHES_PER_SNAPSHOT = 16_384
 thus cost no more than the events themselves."""
 EVENTS_PER_WRITE = 32
 """Events in one write to the store. With the largest events that is 256 KiB."""
+NO_TIERS: Mapping[Tier, "KvEventSource"] = MappingProxyType({})
 MAX_FOREIGN_SEQ = 2**62
 """Sequence numbers of another writer in the stream are continued if they are below this limit."""
 
 
 class KvEventSource(Protocol):
-    """The part of a block pool that the publisher uses. Called between steps."""
-
-    block_size_tokens: int
+    """The part of a block pool, or of a slower tier, that the publisher uses. Called between steps."""
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         """Return and clear the net changes of announced blocks: at most two per block of the pool."""
@@ -51,6 +52,15 @@ class KvEventSource(Protocol):
         ...
 
 
+class KvEventPool(KvEventSource, Protocol):
+    """The part of a block pool that the publisher uses."""
+
+    block_size_tokens: int
+
+
+Change = tuple[Tier, KvEventKind, BlockHash]
+
+
 class KvEventPublisher:
     """Publishes the KV events of one worker incarnation. It must be the only caller of `take_events`.
 
@@ -58,15 +68,25 @@ class KvEventPublisher:
     is_behind: the store does not have what this worker holds, because it is unavailable or not written yet
     """
 
-    def __init__(self, *, worker: WorkerRef, pool: KvEventSource, feed: KvEventFeed, ttl_s: float, rng: Random) -> None:
-        """`ttl_s`: how long the written events outlive this worker, in seconds."""
+    def __init__(
+        self,
+        *,
+        worker: WorkerRef,
+        pool: KvEventPool,
+        feed: KvEventFeed,
+        ttl_s: float,
+        rng: Random,
+        tiers: Mapping[Tier, KvEventSource] = NO_TIERS,
+    ) -> None:
+        """`ttl_s`: how long the written events outlive this worker, in seconds. `tiers`: beside the device."""
         self.worker = worker
         self.event_seq = 0
         self.is_behind = True
         self.num_stored = 0
         self.num_evicted = 0
         self.num_resets = 0
-        self._pool = pool
+        self._sources: dict[Tier, KvEventSource] = {Tier.DEVICE: pool, **tiers}
+        self._block_size_tokens = pool.block_size_tokens
         self._feed = feed
         self._ttl_s = ttl_s
         self._renew_s = min(RENEW_S, ttl_s / 3)
@@ -163,29 +183,34 @@ class KvEventPublisher:
 
     def _snapshot(self) -> KvSnapshot:
         """Return what is held as of `event_seq`. Only valid right after the pool's events were taken."""
-        held = tuple(self._pool.announced_hashes())
+        held = {tier: tuple(source.announced_hashes()) for tier, source in self._sources.items()}
         self._is_snapshot_requested = False
-        self._num_held, self._events_since_snapshot, self._hashes_since_snapshot = len(held), 0, 0
+        self._num_held = sum(map(len, held.values()))
+        self._events_since_snapshot = self._hashes_since_snapshot = 0
         return KvSnapshot(
             worker=self.worker,
             event_seq=self.event_seq,
-            block_size_tokens=self._pool.block_size_tokens,
-            hashes={Tier.DEVICE: held},
+            block_size_tokens=self._block_size_tokens,
+            hashes=held,
         )
 
-    def _take(self) -> list[tuple[KvEventKind, BlockHash]]:
-        changes = self._pool.take_events()
-        num_evicted = sum(kind is KvEventKind.EVICTED for kind, _ in changes)
+    def _take(self) -> list[Change]:
+        changes = [
+            (tier, kind, block_hash)
+            for tier, source in self._sources.items()
+            for kind, block_hash in source.take_events()
+        ]
+        num_evicted = sum(kind is KvEventKind.EVICTED for _, kind, _ in changes)
         self.num_evicted += num_evicted
         self.num_stored += len(changes) - num_evicted
         self._num_held += len(changes) - 2 * num_evicted
         self._hashes_since_snapshot += len(changes)
         return changes
 
-    def _events(self, changes: Sequence[tuple[KvEventKind, BlockHash]]) -> Iterator[KvEvent]:
-        """Yield evictions before additions, so that a reader never counts more blocks than the pool has."""
-        for kind in (KvEventKind.EVICTED, KvEventKind.STORED):
-            hashes = [block_hash for of, block_hash in changes if of is kind]
+    def _events(self, changes: Sequence[Change]) -> Iterator[KvEvent]:
+        """Yield evictions before additions, so that a reader never counts more blocks than a tier has."""
+        for tier, kind in product(self._sources, (KvEventKind.EVICTED, KvEventKind.STORED)):
+            hashes = [block_hash for of_tier, of_kind, block_hash in changes if (of_tier, of_kind) == (tier, kind)]
             for first in range(0, len(hashes), MAX_EVENT_HASHES):
                 self.event_seq += 1
                 self._events_since_snapshot += 1
@@ -193,6 +218,7 @@ class KvEventPublisher:
                     worker=self.worker,
                     event_seq=self.event_seq,
                     kind=kind,
+                    tier=tier,
                     hashes=tuple(hashes[first : first + MAX_EVENT_HASHES]),
-                    block_size_tokens=self._pool.block_size_tokens,
+                    block_size_tokens=self._block_size_tokens,
                 )

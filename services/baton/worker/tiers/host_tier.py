@@ -102,8 +102,8 @@ class HostTier:
     def discard(self, block_hash: BlockHash) -> None:
         self.slots.discard(block_hash)
 
-    def hashes(self) -> list[BlockHash]:
-        return self.slots.hashes()
+    def announced_hashes(self) -> list[BlockHash]:
+        return self.slots.announced_hashes()
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         return self.slots.take_events()

@@ -1,0 +1,200 @@
+"""Builds each implementation of `KvTier` with the device memory that it copies from and to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.engine.tiers.kv_tier import BlockToStore, KvTier, TierCounts
+from baton.model.device.host_staging import DeviceCopies
+from baton.model.device.kv_tensors import KvCache
+from baton.transfer.backends.host_memory import allocate_private
+from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from baton.worker.tiers.block_copies import BlockCopies, CopyThread, HostCopies
+from baton.worker.tiers.host_tier import HostTier
+from tests import builders
+
+NUM_BLOCKS, NUM_SLOTS = 16, 8
+LAYOUT = builders.layout()
+WORKER = builders.worker_ref("p0", epoch=7)
+
+
+@dataclass(kw_only=True)
+class Device:
+    """A tier, and the device blocks beside it."""
+
+    tier: KvTier
+    blocks: np.ndarray
+    faults: "Faults"
+
+    def fill(self, block_id: int, seed: int) -> None:
+        self.blocks[block_id] = np.frombuffer(Random(seed).randbytes(LAYOUT.block_bytes), dtype=np.uint8)
+
+    def holds(self, block_id: int, seed: int) -> bool:
+        return bytes(self.blocks[block_id]) == Random(seed).randbytes(LAYOUT.block_bytes)
+
+
+class Faults:
+    """Stops copies, while `gate` is not set, and fails them."""
+
+    def __init__(self) -> None:
+        self.failing = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = asyncio.Event()
+
+    def stop(self) -> None:
+        """Let copies wait. `waiting` is set when one does."""
+        self.gate.clear()
+        self.waiting.clear()
+
+
+class MemoryTier:
+    """Implements `KvTier` with a dict: the reference."""
+
+    tier = Tier.HOST
+
+    def __init__(self, blocks: np.ndarray, faults: Faults) -> None:
+        self._blocks, self._faults = blocks, faults
+        self._content: dict[BlockHash, tuple[bool, bytes]] = {}
+        self._filling: dict[BlockHash, bool] = {}  # False: discarded meanwhile
+        self._changes: list[tuple[KvEventKind, BlockHash]] = []
+
+    def counts(self) -> TierCounts:
+        held, busy = len(self._content), len(self._filling)
+        return TierCounts(total=NUM_SLOTS, free=NUM_SLOTS - held - busy, held=held, busy=busy)
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._content
+
+    def load_s(self, num_blocks: int) -> float | None:
+        return None
+
+    async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        chosen = [b for b in blocks if b.block_hash not in self._content and b.block_hash not in self._filling]
+        chosen = chosen[:NUM_SLOTS]
+        while len(self._content) + len(self._filling) + len(chosen) > NUM_SLOTS and self._content:
+            self.discard(next(iter(self._content)))
+        self._filling |= {b.block_hash: True for b in chosen}
+        is_complete = await self._pass()
+        num_stored = 0
+        for block in chosen:
+            if self._filling.pop(block.block_hash) and is_complete:
+                self._content[block.block_hash] = (block.is_announced, bytes(self._blocks[block.block_id]))
+                if block.is_announced:
+                    self._changes.append((KvEventKind.STORED, block.block_hash))
+                num_stored += 1
+        return num_stored
+
+    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        if not await self._pass():
+            return 0
+        count = 0
+        for block_hash, block_id in zip(hashes, block_ids, strict=False):
+            if block_hash not in self._content:
+                break
+            self._blocks[block_id] = np.frombuffer(self._content[block_hash][1], dtype=np.uint8)
+            count += 1
+        return count
+
+    def discard(self, block_hash: BlockHash) -> None:
+        if block_hash in self._filling:
+            self._filling[block_hash] = False
+        found = self._content.pop(block_hash, None)
+        if found is not None and found[0]:
+            self._changes.append((KvEventKind.EVICTED, block_hash))
+
+    def announced_hashes(self) -> list[BlockHash]:
+        return [block_hash for block_hash, (is_announced, _) in self._content.items() if is_announced]
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        events, self._changes = self._changes, []
+        return events
+
+    async def aclose(self) -> None:
+        pass
+
+    async def _pass(self) -> bool:
+        waiting = asyncio.ensure_future(passed(self._faults))
+        cancelled: asyncio.CancelledError | None = None
+        while not waiting.done():
+            try:
+                await asyncio.wait((waiting,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return waiting.result()
+
+
+async def passed(faults: Faults) -> bool:
+    """Wait at the gate. Returns False if copies fail."""
+    faults.waiting.set()
+    await faults.gate.wait()
+    return not faults.failing
+
+
+class GatedRunner:
+    """A `CopyRunner` that stops and fails copies before it gives them to `inner`, or to the event loop."""
+
+    def __init__(self, faults: Faults, inner: CopyThread | None) -> None:
+        self._faults, self._inner = faults, inner
+
+    async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
+        if not await passed(self._faults):
+            raise RuntimeError("the device failed")
+        if self._inner is not None:
+            return await self._inner.run(copy, num_bytes)
+        copy()
+        return num_bytes / 1e9
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+
+MakeCopies = Callable[[np.ndarray, np.ndarray], BlockCopies]
+
+
+def _torch_copies(device: np.ndarray, host: np.ndarray) -> BlockCopies:
+    return DeviceCopies(KvCache.over(device.reshape(-1).data, LAYOUT), host)
+
+
+@asynccontextmanager
+async def host_tier(make_copies: MakeCopies, *, in_thread: bool) -> AsyncIterator[Device]:
+    faults = Faults()
+    device, host = (allocate_private(count, LAYOUT.block_bytes) for count in (NUM_BLOCKS, NUM_SLOTS))
+    tier = HostTier(
+        worker=WORKER,
+        num_slots=NUM_SLOTS,
+        block_bytes=LAYOUT.block_bytes,
+        generations=MemoryGenerationTable(host.generation_table, WORKER.worker_epoch),
+        copies=make_copies(device.kv, host.kv),
+        runner=GatedRunner(faults, CopyThread() if in_thread else None),
+    )
+    yield Device(tier=tier, blocks=device.kv, faults=faults)
+    await tier.aclose()
+    tier.slots.check()
+    device.close()
+    host.close()
+
+
+@asynccontextmanager
+async def memory_tier() -> AsyncIterator[Device]:
+    faults, blocks = Faults(), np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+    yield Device(tier=MemoryTier(blocks, faults), blocks=blocks, faults=faults)
+
+
+TIERS: dict[str, Callable[[], Any]] = {
+    "memory": memory_tier,
+    "host": partial(host_tier, HostCopies, in_thread=True),
+    "host-torch": partial(host_tier, _torch_copies, in_thread=True),
+    "simulated": partial(host_tier, HostCopies, in_thread=False),
+}

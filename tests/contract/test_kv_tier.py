@@ -1,0 +1,170 @@
+"""Contract of `KvTier`: what every tier guarantees, whatever it is made of."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from baton.core.kv.kv_events import KvEventKind
+from baton.engine.tiers.kv_tier import BlockToStore
+from tests.contract.kv_tiers import NUM_SLOTS, TIERS, Device
+
+A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
+
+
+def on_every_tier(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @pytest.mark.parametrize("kind", TIERS)
+    @wraps(test)
+    def run(kind: str, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(60), TIERS[kind]() as device:
+                await test(device, **kwargs)
+
+        asyncio.run(bounded())
+
+    del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its parameters
+    return run
+
+
+def block(block_id: int, block_hash: bytes, *, is_announced: bool = True) -> BlockToStore:
+    return BlockToStore(block_id=block_id, block_hash=block_hash, is_announced=is_announced)
+
+
+async def stored(device: Device, *hashes: bytes) -> None:
+    """Store device blocks 0, 1, …, filled with seeds 0, 1, …, under these hashes."""
+    for index in range(len(hashes)):
+        device.fill(index, index)
+    assert await device.tier.store([block(index, each) for index, each in enumerate(hashes)]) == len(hashes)
+
+
+@on_every_tier
+async def test_what_was_stored_is_loaded_into_other_blocks(device: Device) -> None:
+    await stored(device, A, B, C)
+    device.blocks[:] = 0
+    assert await device.tier.load([B, A, C], [9, 4, 8]) == 3
+    assert [device.holds(9, 1), device.holds(4, 0), device.holds(8, 2)] == [True] * 3
+    assert not device.blocks[[0, 1, 2, 3, 5, 6, 7]].any()
+
+
+@on_every_tier
+async def test_a_load_ends_before_the_first_unknown_hash(device: Device) -> None:
+    await stored(device, A, B)
+    assert await device.tier.load([A, D, B], [5, 6, 7]) == 1
+    assert await device.tier.load([D], [5]) == 0
+
+
+@on_every_tier
+async def test_known_content_is_not_stored_again(device: Device) -> None:
+    await stored(device, A)
+    device.fill(0, 50)
+    assert await device.tier.store([block(0, A), block(1, B)]) == 1
+    assert await device.tier.load([A], [9]) == 1
+    assert device.holds(9, 0)
+
+
+@on_every_tier
+async def test_content_that_is_being_stored_is_neither_loaded_nor_stored_twice(device: Device) -> None:
+    device.faults.stop()
+    first = asyncio.ensure_future(device.tier.store([block(0, A)]))
+    await device.faults.waiting.wait()
+    assert not device.tier.holds(A)
+    assert device.tier.counts().busy == 1
+    second = asyncio.ensure_future(device.tier.store([block(1, A)]))
+    await asyncio.sleep(0)
+    device.faults.gate.set()
+    assert (await first, await second) == (1, 0)
+    assert device.tier.holds(A)
+
+
+@on_every_tier
+async def test_more_content_than_slots_evicts_the_oldest(device: Device) -> None:
+    for n in range(3 * NUM_SLOTS):
+        await device.tier.store([block(0, bytes([n + 1]) * 16)])
+        counts = device.tier.counts()
+        assert counts.free + counts.held + counts.busy == counts.total == NUM_SLOTS
+    assert device.tier.counts().held == NUM_SLOTS
+    assert device.tier.holds(bytes([3 * NUM_SLOTS]) * 16)
+    assert not device.tier.holds(A)
+
+
+@on_every_tier
+async def test_a_failed_copy_stores_and_loads_nothing(device: Device) -> None:
+    device.faults.failing = True
+    assert await device.tier.store([block(0, A)]) == 0
+    assert not device.tier.holds(A)
+    assert device.tier.counts().free == NUM_SLOTS
+    device.faults.failing = False
+    await stored(device, A)
+    device.faults.failing = True
+    assert await device.tier.load([A], [5]) == 0
+    device.faults.failing = False
+    assert await device.tier.load([A], [5]) == 1
+    assert device.holds(5, 0)
+
+
+@on_every_tier
+async def test_discarded_content_is_gone(device: Device) -> None:
+    await stored(device, A, B)
+    device.tier.discard(A)
+    device.tier.discard(D)
+    assert (device.tier.holds(A), device.tier.holds(B)) == (False, True)
+    assert await device.tier.load([A, B], [5, 6]) == 0
+    await stored(device, A)
+    assert await device.tier.load([A], [5]) == 1
+
+
+@on_every_tier
+async def test_content_that_is_discarded_while_it_is_stored_is_not_kept(device: Device) -> None:
+    device.faults.stop()
+    storing = asyncio.ensure_future(device.tier.store([block(0, A), block(1, B)]))
+    await device.faults.waiting.wait()
+    device.tier.discard(A)
+    device.faults.gate.set()
+    assert await storing == 1
+    assert (device.tier.holds(A), device.tier.holds(B)) == (False, True)
+
+
+@on_every_tier
+async def test_content_that_is_discarded_while_it_is_loaded_is_not_used(device: Device) -> None:
+    await stored(device, A, B)
+    device.faults.stop()
+    loading = asyncio.ensure_future(device.tier.load([A, B], [5, 6]))
+    await device.faults.waiting.wait()
+    device.tier.discard(B)
+    device.faults.gate.set()
+    assert await loading == 1
+    assert device.holds(5, 0)
+    counts = device.tier.counts()
+    assert (counts.held, counts.busy) == (1, 0)
+
+
+@on_every_tier
+@pytest.mark.parametrize("call", ["store", "load"])
+async def test_a_copy_ends_before_its_cancelled_call_does(device: Device, call: str) -> None:
+    await stored(device, A)
+    device.faults.stop()
+    work = device.tier.store([block(1, B)]) if call == "store" else device.tier.load([A], [5])
+    task = asyncio.ensure_future(work)
+    await device.faults.waiting.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.001)
+    assert not task.done()
+    device.faults.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert device.tier.counts().busy == 0
+
+
+@on_every_tier
+async def test_events_are_the_changes_of_announced_content(device: Device) -> None:
+    await stored(device, A, B)
+    await device.tier.store([block(3, C, is_announced=False)])
+    assert sorted(device.tier.take_events(), key=str) == [(KvEventKind.STORED, A), (KvEventKind.STORED, B)]
+    assert sorted(device.tier.announced_hashes()) == [A, B]
+    device.tier.discard(A)
+    device.tier.discard(C)
+    assert device.tier.take_events() == [(KvEventKind.EVICTED, A)]
+    assert device.tier.take_events() == []
