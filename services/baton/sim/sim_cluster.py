@@ -24,6 +24,7 @@ from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_network import Delays, SimNetwork
 from baton.sim.sim_stores import SimStores
+from baton.sim.sim_tier import SimTierMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.sim.virtual_time import PROCESS, ProcessClock, running_loop
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -200,8 +201,10 @@ class SimCluster(InProcessCluster):
             layout.windows,
             announce_every=config.kv_announce_every,
         )
+        num_slots = (config.host_kv_memory or 0) // layout.block_bytes
+        tier = SimTierMemory.of(worker, num_slots, config.block_size_tokens) if num_slots else None
         backend = SimTransferBackend(
-            fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations
+            fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations, tier=tier
         )
         engine_config = EngineConfig(
             max_num_batched_tokens=config.step_tokens(on_gpu=False),
@@ -227,8 +230,9 @@ class SimCluster(InProcessCluster):
             backend=backend,
             constraints=constraints,
             costs=model.step.model,
+            tier=None if tier is None else tier.open(worker, memory, layout.block_bytes),
             draft=self._draft_device(worker.worker_id, engine_config) if WorkerRole(config.role).can_decode else None,
-            close=lambda: self.fabric.kill(backend.memory[0].agent_name),
+            close=backend.kill,
         )
 
     def _draft_device(self, worker_id: str, engine_config: EngineConfig) -> DraftDevice | None:

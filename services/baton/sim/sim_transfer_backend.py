@@ -16,6 +16,7 @@ from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_streams import NETWORK
+from baton.sim.sim_tier import SimTierMemory
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 
@@ -139,7 +140,9 @@ class SimTransferBackend:
         layout: KvLayout,
         memory: SimMemory,
         generations: MemoryGenerationTable,
+        tier: SimTierMemory | None = None,
     ) -> None:
+        """`tier`: a second region that peers may read."""
         self._fabric = fabric
         self._layout = layout
         self._own = memory
@@ -161,10 +164,16 @@ class SimTransferBackend:
             generation_entry_bytes=ENTRY_BYTES,
         )
         fabric.add(self._memory.agent_name, memory, generations)
+        self.memory: tuple[KvMemory, ...] = (self._memory,)
+        if tier is not None:
+            name = f"{self._memory.agent_name}-tier"
+            self.memory += (replace(self._memory, agent_name=name, num_blocks=tier.memory.num_blocks),)
+            fabric.add(name, tier.memory, tier.generations)
 
-    @property
-    def memory(self) -> tuple[KvMemory, ...]:
-        return (self._memory,)
+    def kill(self) -> None:
+        """Make all reads of this worker's memory fail, as if its process had died."""
+        for region in self.memory:
+            self._fabric.kill(region.agent_name)
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
         if difference := self._layout.mismatch(layout):

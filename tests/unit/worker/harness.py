@@ -31,6 +31,7 @@ from baton.sim.sim_cluster import sim_grammar_tokenizer
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory, contents
 from baton.sim.sim_network import Delays, SimNetwork
+from baton.sim.sim_tier import SimTierMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryKvEventFeed
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -163,8 +164,15 @@ class Node:
             eos_token_ids=(0,),
             max_waiting_seqs=self.config.max_queued_jobs,
         )
+        num_slots = (self.config.host_kv_memory or 0) // self.layout.block_bytes
+        tier = SimTierMemory.of(self.ref, num_slots, BLOCK) if num_slots else None
         self.backend = SimTransferBackend(
-            fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, generations=generations
+            fabric=cluster.fabric,
+            worker=self.ref,
+            layout=self.layout,
+            memory=memory,
+            generations=generations,
+            tier=tier,
         )
         self.worker = Worker(
             WorkerParts(
@@ -181,6 +189,7 @@ class Node:
                 rng=Random(f"{cluster.seed}-{worker_id}-{epoch}"),
                 budget=builders.with_limits(worker_budget(2**30), memory_limits),
                 feed=cluster.feed,
+                tier=None if tier is None else tier.open(self.ref, memory, self.layout.block_bytes),
                 costs=STEP_COST.model,
                 cost_store=cluster.cost_store,
                 costs_key="sim",
@@ -220,7 +229,7 @@ class Cluster:
 
     async def kill(self, worker_id: str) -> None:
         node = self.nodes.pop(worker_id)
-        self.fabric.kill(node.backend.memory[0].agent_name)
+        node.backend.kill()
         node.running.cancel()
         await self.network.kill(node.ref.address)
         await asyncio.wait((node.running,))

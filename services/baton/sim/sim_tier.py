@@ -1,0 +1,83 @@
+"""A simulated host tier: copies between simulated memories take virtual time, outside of any process."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.core.ids import WorkerRef
+from baton.sim.sim_memory import SimMemory
+from baton.sim.sim_streams import NETWORK
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.tiers.host_tier import HostTier
+
+COPY_BYTES_PER_S = 16e9
+"""Speed of copies: about that of PCIe 4.0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimTierMemory:
+    """The slots of a simulated host tier and their generation table."""
+
+    memory: SimMemory
+    generations: MemoryGenerationTable
+
+    @classmethod
+    def of(cls, worker: WorkerRef, num_slots: int, block_size_tokens: int) -> "SimTierMemory":
+        """Return the memory of a new incarnation of a worker."""
+        return cls(
+            memory=SimMemory(num_slots, block_size_tokens),
+            generations=MemoryGenerationTable(bytearray(num_slots * ENTRY_BYTES), worker.worker_epoch),
+        )
+
+    def open(self, worker: WorkerRef, device: SimMemory, block_bytes: int) -> HostTier:
+        """Return the tier of a worker whose blocks are in `device`."""
+        return HostTier(
+            worker=worker,
+            num_slots=self.memory.num_blocks,
+            block_bytes=block_bytes,
+            generations=self.generations,
+            copies=_SimCopies(device, self.memory),
+            runner=_SimRunner(),
+        )
+
+
+class _SimCopies:
+    """Implements `BlockCopies` between two simulated memories."""
+
+    def __init__(self, device: SimMemory, host: SimMemory) -> None:
+        self._device, self._host = device, host
+
+    def to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._host.write_block(slot, self._device.block(block_id))
+
+    def to_device(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._device.write_block(block_id, self._host.block(slot))
+
+    def close(self) -> None:
+        """Do nothing: the memories are Python objects."""
+
+
+class _SimRunner:
+    """Implements `CopyRunner`: one copy at a time, each at `COPY_BYTES_PER_S`.
+
+    It goes on while the process of the worker is paused, as its device does.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
+        async with self._turn:
+            took_s = num_bytes / COPY_BYTES_PER_S
+            await asyncio.get_running_loop().create_task(_after(took_s, copy), context=NETWORK.copy())
+            return took_s
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+async def _after(delay_s: float, copy: Callable[[], None]) -> None:
+    await asyncio.sleep(delay_s)
+    copy()

@@ -1,0 +1,186 @@
+"""Workers with a host tier: prompts whose KV was evicted from the device are reloaded, and peers pull them.
+
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block fails the
+test.
+"""
+
+import asyncio
+
+import pytest
+
+from baton.core.errors import Reason
+from baton.core.kv.kv_events import Tier
+from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
+from baton.core.request import Sampling
+from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens
+from tests.unit.worker.job_builders import decode_job
+from tests.unit.worker.scripted_gateway import Gateway
+from tests.unit.worker.virtual_loop import virtual
+
+NUM_TOKENS = 82
+NUM_BLOCKS = 20
+"""Full blocks before the last token of a prompt."""
+P_BLOCKS = 40
+MIB = 2**20
+
+
+class Host:
+    """A worker with a device of 40 blocks and a host tier, and a gateway's session to it."""
+
+    def __init__(self, simulated: Cluster, node: Node, gateway: Gateway) -> None:
+        self.cluster, self.node, self.gateway = simulated, node, gateway
+        self.tier, self.reloads = node.worker.tier, node.worker.reloads
+        self._num_sent = 0
+
+    def send(self, prompt: int, **changes: object) -> DecodeJob:
+        self._num_sent += 1
+        tokens = decode_job(NUM_TOKENS, request=b"prompt-%d" % prompt).token_ids
+        fields = {"request": b"request-%d" % self._num_sent, "token_ids": tokens, "num_prompt_tokens": NUM_TOKENS}
+        job = decode_job(NUM_TOKENS, **(fields | {"sampling": Sampling(max_tokens=3, ignore_eos=True)} | changes))
+        self.gateway.send(job)
+        return job
+
+    async def answer(self, prompt: int, **changes: object) -> dict[str, int]:
+        """Send a prompt and check the answer. Returns the cached tokens by tier."""
+        job = self.send(prompt, **changes)
+        deltas = await self.gateway.ended(job.job)
+        assert self.gateway.tokens(job.job) == expected_tokens(job)
+        usage = deltas[0].usage
+        assert usage is not None
+        return dict(usage.num_cached_tokens)
+
+
+async def start(simulated: Cluster, name: str = "p", **changes: object) -> Host:
+    settings = {"num_blocks": P_BLOCKS, "max_num_batched_tokens": 64, "host_kv_memory": 4 * MIB} | changes
+    node = simulated.start(name, **settings)
+    host = Host(simulated, node, simulated.gateway(node, f"g-{name}"))
+    await host.gateway.connect()
+    return host
+
+
+@virtual
+async def test_an_evicted_prompt_is_reloaded() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        assert await host.answer(0) == {}
+        await asyncio.sleep(1)
+        for prompt in (1, 2):
+            await host.answer(prompt)
+        await asyncio.sleep(1)
+        cached = await host.answer(0)
+        assert sum(cached.values()) == NUM_BLOCKS * BLOCK
+        assert cached[Tier.HOST.value] > 0
+        assert host.reloads.totals.reloaded_tokens == cached[Tier.HOST.value]
+        await simulated.until_clean()
+
+
+@pytest.mark.parametrize("kv_windows", [(9, 9), (0, 9), (2, 0, 13)], ids=str)
+@virtual
+async def test_windowed_tables_are_reloaded(kv_windows: tuple[int, ...]) -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, kv_windows=kv_windows, num_blocks=80)
+        await host.answer(0)
+        await asyncio.sleep(1)
+        for prompt in range(1, 6):
+            await host.answer(prompt)
+        await asyncio.sleep(1)
+        assert sum((await host.answer(0)).values()) == NUM_BLOCKS * BLOCK
+        assert host.reloads.totals.reloads > 0
+        await simulated.until_clean()
+
+
+@virtual
+async def test_without_a_tier_the_prompt_is_computed() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, host_kv_memory=0)
+        for prompt in (0, 1, 2):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        assert sum((await host.answer(0)).values()) < NUM_BLOCKS * BLOCK
+
+
+@virtual
+async def test_jobs_with_one_evicted_prompt_reload_it_once() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, num_blocks=60)
+        for prompt in (0, 1, 2, 3):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        before = host.tier.totals.loaded_blocks
+        jobs = [host.send(0) for _ in range(4)]
+        for job in jobs:
+            await host.gateway.ended(job.job)
+            assert host.gateway.tokens(job.job) == expected_tokens(job)
+        assert 0 < host.tier.totals.loaded_blocks - before <= NUM_BLOCKS
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_job_that_is_cancelled_during_its_reload_leaves_nothing() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        for prompt in (0, 1, 2):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        for after_s in (0.0, 0.000_01, 0.000_1, 0.001):
+            job = host.send(0)
+            await asyncio.sleep(after_s)
+            host.gateway.send(Cancel(job=job.job, reason=Reason.CANCELLED))
+            await host.gateway.failed(job.job)
+        await simulated.until_clean()
+        assert sum((await host.answer(0)).values()) == NUM_BLOCKS * BLOCK
+
+
+@virtual
+async def test_a_failed_copy_fails_no_request() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        for prompt in (0, 1, 2):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        copies = host.tier._copies
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("the device failed")
+
+        copies.to_device = fail
+        assert (await host.answer(0)).get(Tier.HOST.value, 0) == 0
+        assert host.tier.totals.failed_copies == 1
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_peer_pulls_what_only_the_tier_has() -> None:
+    async with cluster() as simulated:
+        host, peer = await start(simulated), await start(simulated, "q", num_blocks=128)
+        for prompt in (0, 1, 2):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        source = PrefixSource(worker=host.node.ref, num_blocks=NUM_BLOCKS)
+        assert await peer.answer(0, prefix_source=source) == {Tier.DEVICE.value: NUM_BLOCKS * BLOCK}
+        assert any("tier" in owner for _, owner in simulated.fabric.pairs)
+        await simulated.until_clean()
+
+
+@virtual
+async def test_schedulers_learn_what_the_tier_holds() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        for prompt in (0, 1, 2):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        snapshot = await simulated.feed.snapshot(host.node.ref)
+        assert snapshot is not None
+        events = (await simulated.feed.read({host.node.ref: snapshot.event_seq}, max_events=1000, wait_s=0)).get(
+            host.node.ref, ()
+        )
+        known = {tier: set(hashes) for tier, hashes in snapshot.hashes.items()}
+        for event in events:
+            known.setdefault(event.tier, set())
+            known[event.tier] = (
+                known[event.tier] | set(event.hashes)
+                if event.kind.value == "stored"
+                else known[event.tier] - set(event.hashes)
+            )
+        assert known[Tier.HOST] == set(host.tier.announced_hashes()) != set()
+        assert known[Tier.DEVICE] == set(host.node.pool.announced_hashes())
