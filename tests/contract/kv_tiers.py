@@ -1,7 +1,7 @@
 """Builds each implementation of `KvTier` with the device memory that it copies from and to."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,12 +78,18 @@ class MemoryTier:
         return None
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        return await to_its_end(self._store(blocks))
+
+    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        return await to_its_end(self._load(hashes, block_ids))
+
+    async def _store(self, blocks: Sequence[BlockToStore]) -> int:
         chosen = [b for b in blocks if b.block_hash not in self._content and b.block_hash not in self._filling]
         chosen = chosen[:NUM_SLOTS]
         while len(self._content) + len(self._filling) + len(chosen) > NUM_SLOTS and self._content:
             self.discard(next(iter(self._content)))
         self._filling |= {b.block_hash: True for b in chosen}
-        is_complete = await self._pass()
+        is_complete = await passed(self._faults)
         num_stored = 0
         for block in chosen:
             if self._filling.pop(block.block_hash) and is_complete:
@@ -93,8 +99,8 @@ class MemoryTier:
                 num_stored += 1
         return num_stored
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
-        if not await self._pass():
+    async def _load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        if not await passed(self._faults):
             return 0
         count = 0
         for block_hash, block_id in zip(hashes, block_ids, strict=False):
@@ -121,17 +127,19 @@ class MemoryTier:
     async def aclose(self) -> None:
         pass
 
-    async def _pass(self) -> bool:
-        waiting = asyncio.ensure_future(passed(self._faults))
-        cancelled: asyncio.CancelledError | None = None
-        while not waiting.done():
-            try:
-                await asyncio.wait((waiting,))
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        return waiting.result()
+
+async def to_its_end(work: Coroutine[Any, Any, int]) -> int:
+    """Run `work` until it ends, even if the caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
 
 
 async def passed(faults: Faults) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any
 
 import pytest
 
@@ -17,10 +16,10 @@ A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
 def on_every_tier(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @pytest.mark.parametrize("kind", TIERS)
     @wraps(test)
-    def run(kind: str, **kwargs: Any) -> None:
+    def run(kind: str) -> None:
         async def bounded() -> None:
             async with asyncio.timeout(60), TIERS[kind]() as device:
-                await test(device, **kwargs)
+                await test(device)
 
         asyncio.run(bounded())
 
@@ -141,21 +140,21 @@ async def test_content_that_is_discarded_while_it_is_loaded_is_not_used(device: 
 
 
 @on_every_tier
-@pytest.mark.parametrize("call", ["store", "load"])
-async def test_a_copy_ends_before_its_cancelled_call_does(device: Device, call: str) -> None:
+async def test_a_copy_ends_before_its_cancelled_call_does(device: Device) -> None:
     await stored(device, A)
-    device.faults.stop()
-    work = device.tier.store([block(1, B)]) if call == "store" else device.tier.load([A], [5])
-    task = asyncio.ensure_future(work)
-    await device.faults.waiting.wait()
-    for _ in range(3):
-        task.cancel()
-        await asyncio.sleep(0.001)
-    assert not task.done()
-    device.faults.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert device.tier.counts().busy == 0
+    for call in ("store", "load"):
+        device.faults.stop()
+        work = device.tier.store([block(1, B)]) if call == "store" else device.tier.load([A], [5])
+        task = asyncio.ensure_future(work)
+        await device.faults.waiting.wait()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        device.faults.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert device.tier.counts().busy == 0
 
 
 @on_every_tier

@@ -34,6 +34,12 @@ class PrefixOverlap:
     num_held_blocks: int
     num_device_blocks: int
 
+    @property
+    def num_reloaded_blocks(self) -> int:
+        """Blocks that it holds, but must reload from a slower tier: those after the first that is not in device
+        memory."""
+        return self.num_held_blocks - self.num_device_blocks
+
 
 _NOTHING = PrefixOverlap(num_blocks=0, num_held_blocks=0, num_device_blocks=0)
 

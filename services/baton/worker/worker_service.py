@@ -269,6 +269,7 @@ class Worker:
             tokens_per_step=self._draft_speedup.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
+            tiers=() if self.tier is None else (self.tier.report(),),
         )
 
     def debug_state(self) -> dict[str, object]:

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 
 from baton.core.cluster.cluster_snapshot import WorkerView
+from baton.core.cluster.worker_report import TierReport
 from baton.core.step_cost import StepCostModel
 from baton.scheduler.state.worker_data import DerivedState, ReportedState, ReservedState
 from baton.scheduler.state.worker_row import derived_state
@@ -45,6 +46,7 @@ VIEW = WorkerView(
         recent_prefill_share=0.3,
         tokens_per_step=1.7,
         links=(fast_link("w0", bytes_per_s=5e8, exposed_s=0.003),),
+        tiers=(TierReport(tier="host", total=2000, load_bytes_per_s=16e9),),
     ),
     reserved_seqs=2,
     reserved_prefill_tokens=150,
@@ -73,6 +75,7 @@ REPORTED: dict[str, float] = {
     "ttft_factor": 8.0,
     "tpot_factor": 2.5,
     "default_link_s_per_byte": 2e-9,
+    "reload_s_per_byte": 1 / 16e9,
     "default_link_exposed_s": 0.003,
     "cost_source": 1,
     "mixed_decode_s": 1.25 * (7 * 5e-4 + 2800 * 1e-7),

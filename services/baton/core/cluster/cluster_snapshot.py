@@ -91,6 +91,11 @@ class Overlap(Protocol):
         """Leading blocks that it holds now. Only these can be pulled."""
         ...
 
+    @property
+    def num_reloaded_blocks(self) -> int:
+        """Those of them that it must reload from a slower tier."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:

@@ -36,6 +36,9 @@ TERMS = {
     "prefix_pull_s": Term(
         "prefix pull", "time to read the cached beginning of the prompt from another worker", is_detail=True
     ),
+    "reload_s": Term(
+        "reload", "wait for cached blocks that the worker reloads from host memory, after the queue", is_detail=True
+    ),
     "pull_fixed_s": Term("pull fixed", "part of the prefix pull that does not depend on its bytes", is_detail=True),
     "dial_s": Term("dial", "part of the prefix pull: connecting two workers for the first time", is_detail=True),
     "prefill_s": Term("prefill", "time to compute the part of the prompt that is not cached"),
@@ -60,6 +63,7 @@ TERMS = {
     ),
     "kv_pull_s": Term("KV pull", "time to read the KV of the whole prompt from the prefill worker"),
     "overlap_blocks": Term("blocks held", "KV blocks of this prompt that the worker has cached"),
+    "reloaded_blocks": Term("reloaded", "of the blocks held, those in host memory only", is_detail=True),
     "pulled_blocks": Term("pulled", "KV blocks that would be read from another worker", is_detail=True),
     "peer_costs": Term("peer costs", "1 if this worker is new, and its costs are estimated from the others'"),
     "queued_prefill_tokens": Term("queued tokens", "prompt tokens that wait on the worker"),

@@ -83,6 +83,21 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """The blocks that a worker keeps in a slower tier.
+
+    tier: a value of `core.kv.kv_events.Tier`, or a tier of a later release.
+    total, held: slots, and those with content.
+    load_bytes_per_s: measured speed of reloads; 0 if not known yet.
+    """
+
+    tier: str
+    total: int
+    held: int = 0
+    load_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """One worker's state as it publishes it.
 
@@ -102,6 +117,7 @@ class WorkerReport:
         not known.
     ttft_target_factor, tpot_target_factor: factors of the targets of requests without an SLO
         (`core.step_targets`); 0 if not known.
+    tiers: its slower tiers.
     """
 
     worker: WorkerRef
@@ -134,6 +150,12 @@ class WorkerReport:
     ttft_target_factor: float = 0.0
     tpot_target_factor: float = 0.0
     announce_every: int = 1
+    tiers: tuple[TierReport, ...] = ()
+
+    @property
+    def largest_tier_blocks(self) -> int:
+        """The most blocks that the worker holds in one tier, device memory included."""
+        return max(self.blocks.total, *(tier.total for tier in self.tiers), 0)
 
     @property
     def target_factors(self) -> TargetFactors:

@@ -6,7 +6,7 @@ from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason, SessionTurn
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
-from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import BlockCounts, LinkReport, TierReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.errors import invalid
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals, Slo
@@ -121,6 +121,7 @@ _LINK = MessageMapping(
         "dial_s": _AMOUNT,
     },
 )
+_TIER = MessageMapping(TierReport, pb.TierReport, {"tier": _NAME})
 _REPORT = MessageMapping(
     WorkerReport,
     pb.WorkerReport,
@@ -133,6 +134,7 @@ _REPORT = MessageMapping(
         "blocks": nested(_BLOCKS.to_wire, _BLOCKS.from_wire),
         "host": _NAME,
         "links": repeated(_LINK.to_wire, _LINK.from_wire),
+        "tiers": repeated(_TIER.to_wire, _TIER.from_wire),
         "counted_decision_ids": repeated(str, lambda value: DecisionId(c.name(value, "decision_id"))),
         "costs": nested(_COSTS.to_wire, _from_step_costs, optional=True),
         "mean_output_tokens": _AMOUNT,

@@ -25,6 +25,7 @@ class RecordedOverlap(NamedTuple):
 
     num_blocks: int
     num_held_blocks: int
+    num_reloaded_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,11 @@ def _inputs(
         plain["report"]["layout"] = layouts.index(layout)
         workers.append(plain)
     overlaps = {
-        worker_id: [overlap.num_blocks, overlap.num_held_blocks if worker_id in pullable else 0]
+        worker_id: [
+            overlap.num_blocks,
+            overlap.num_held_blocks if worker_id in pullable else 0,
+            overlap.num_reloaded_blocks,
+        ]
         for worker_id, overlap in cluster.overlaps.items()
         if worker_id in recorded
     }

@@ -27,6 +27,7 @@ from baton.scheduler.prediction.predict import (
     Prompt,
     capacity_wait_s,
     expected_output_tokens,
+    exposed_reload_s,
     exposed_transfer_s,
     first_token,
     idle_tpot_s,
@@ -180,14 +181,25 @@ def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
         source=np.full(size, NO_SOURCE),
         cached_tokens=inputs.prompt.overlap_tokens.copy(),
         holders=[],
+        reload_s=_reload_terms_s(inputs),
         pull_fixed_s=np.zeros(size),
         dial_s=np.zeros(size),
     )
 
 
+def _reload_terms_s(inputs: PlacementInputs) -> Floats:
+    """Predict the wait of each worker for what it has in a slower tier only."""
+    w, prompt = inputs.workers, inputs.prompt
+    if not prompt.reloaded_blocks.any():
+        return np.zeros(len(w.views))
+    device_tokens = prompt.overlap_tokens - prompt.reloaded_blocks * w.reported.block_size_tokens
+    saved_s = inputs.first.prefill_s(w, prompt.num_tokens, device_tokens) - inputs.own_prefill_s
+    return exposed_reload_s(w, prompt.reloaded_blocks * prompt.block_bytes, inputs.first.queue_s, saved_s)
+
+
 def rank(terms: PrefillTerms, candidates: Mask) -> None:
     """Sum the terms into `cost_s`; infinite for all but the candidates."""
-    seconds = terms.queue_s + terms.pull_s + terms.prefill_s + terms.transfer_s + terms.redundant_s
+    seconds = terms.queue_s + terms.reload_s + terms.pull_s + terms.prefill_s + terms.transfer_s + terms.redundant_s
     terms.cost_s = np.where(candidates, seconds, inf)
 
 
@@ -227,6 +239,7 @@ class LocalPrefill:
     cached_tokens: float
     prefill_s: float
     pull_s: float = 0.0
+    reload_s: float = 0.0
     pull_fixed_s: float = 0.0
     dial_s: float = 0.0
     source: int = NO_SOURCE
@@ -246,8 +259,16 @@ def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
     else:
         cached_tokens = prompt.pullable_blocks.get(decode, 0) * row.reported.block_size_tokens
     first = first_token(row, inputs.query, cached_tokens)
+    prefill_s = first.prefill_s(row, prompt.num_tokens, cached_tokens)
+    reloaded_blocks = prompt.reloaded_blocks.item(decode)
+    device_tokens = cached_tokens - reloaded_blocks * row.reported.block_size_tokens
+    saved_s = first.prefill_s(row, prompt.num_tokens, device_tokens) - prefill_s
+    reloaded_bytes = reloaded_blocks * prompt.block_bytes.item(decode)
     return LocalPrefill(
-        first=first, cached_tokens=cached_tokens, prefill_s=first.prefill_s(row, prompt.num_tokens, cached_tokens)
+        first=first,
+        cached_tokens=cached_tokens,
+        prefill_s=prefill_s,
+        reload_s=exposed_reload_s(row, reloaded_bytes, first.queue_s, saved_s),
     )
 
 
@@ -260,12 +281,13 @@ def can_spare_steps(inputs: PlacementInputs, decode: int) -> bool:
 def add_local_prefill(terms: PrefillTerms, decode: int, local: LocalPrefill) -> None:
     """Make the decode worker a candidate to prefill. `terms` must be ranked."""
     terms.pull_s[decode], terms.prefill_s[decode], terms.transfer_s[decode] = local.pull_s, local.prefill_s, 0.0
-    terms.queue_s[decode] = local.first.queue_s
+    terms.queue_s[decode], terms.reload_s[decode] = local.first.queue_s, local.reload_s
     terms.pull_fixed_s[decode], terms.dial_s[decode] = local.pull_fixed_s, local.dial_s
     terms.source[decode], terms.cached_tokens[decode] = local.source, local.cached_tokens
     terms.redundant_s[decode] = local.redundant_s
     terms.local_margin_s = local.margin_s
-    terms.cost_s[decode] = local.first.queue_s + local.pull_s + local.prefill_s + local.margin_s + local.redundant_s
+    seconds = local.first.queue_s + local.reload_s + local.pull_s + local.prefill_s
+    terms.cost_s[decode] = seconds + local.margin_s + local.redundant_s
 
 
 # The choice
@@ -315,7 +337,8 @@ def _choice(
 def _prediction(
     w: WorkerTable, prompt: Prompt, terms: PrefillTerms, best: int, least_queued: int, decode: int | None
 ) -> Prediction:
-    queue_s, pull_s, compute_s = terms.queue_s.item(best), terms.pull_s.item(best), terms.prefill_s.item(best)
+    queue_s, compute_s = terms.queue_s.item(best), terms.prefill_s.item(best)
+    pull_s = terms.reload_s.item(best) + terms.pull_s.item(best)
     ttft_s = queue_s + pull_s + compute_s
     of_decode: dict[str, float] = {}
     if decode is not None:

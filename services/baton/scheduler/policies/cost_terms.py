@@ -44,6 +44,7 @@ class DecodeTerms:
 class PrefillTerms:
     """Terms of the prefill side, one number per worker.
 
+    reload_s: wait for blocks that the worker reloads from a slower tier, after the queue.
     pull_s: pull of a cached prefix.
     pull_fixed_s, dial_s: the parts of it that do not depend on its bytes, the second for connecting the pair.
     transfer_s: KV transfer that goes on after the prompt is computed.
@@ -65,13 +66,14 @@ class PrefillTerms:
     cached_tokens: Floats
     holders: list[int]
     target_s: Floats
+    reload_s: Floats
     pull_fixed_s: Floats
     dial_s: Floats
     local_margin_s: float = 0.0
 
     def ttft_s(self) -> Floats:
         """Return the predicted TTFT. Charges are no part of it."""
-        return self.queue_s + self.pull_s + self.prefill_s
+        return self.queue_s + self.reload_s + self.pull_s + self.prefill_s
 
 
 def explain_candidates(
@@ -137,6 +139,8 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
     }
     if i == decode and terms.local_margin_s > 0:
         values["margin_s"] = terms.local_margin_s
+    if prompt.reloaded_blocks[i] > 0:
+        values["reload_s"], values["reloaded_blocks"] = terms.reload_s[i], prompt.reloaded_blocks[i]
     if terms.source[i] != NO_SOURCE:
         values["pull_fixed_s"], values["dial_s"] = terms.pull_fixed_s[i], terms.dial_s[i]
         values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.overlap_blocks[i]

@@ -42,6 +42,7 @@ class Prompt:
     block_bytes: Floats  # mean KV bytes of one of them that are read to continue after the prompt
     overlap_blocks: Floats  # leading blocks that the worker holds or soon will
     overlap_tokens: Floats  # tokens in these blocks
+    reloaded_blocks: Floats  # those of them that the worker has in a slower tier only
     pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
     waited_s: float = 0.0  # since the arrival at the gateway; 0 for a request that continues an earlier attempt
 
@@ -49,7 +50,7 @@ class Prompt:
 def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerTable) -> Prompt:
     """Combine a query with what the prefix index knows about it. `overlaps` is keyed by worker id."""
     block_size_tokens = w.reported.block_size_tokens
-    overlap_blocks = np.zeros(len(w.views))
+    overlap_blocks, reloaded_blocks = np.zeros(len(w.views)), np.zeros(len(w.views))
     pullable_blocks: dict[int, float] = {}
     max_cached_tokens = max(0, query.num_prompt_tokens - 1)
     for worker_id, overlap in overlaps.items():
@@ -57,6 +58,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         if i is not None:
             max_blocks = max_cached_tokens // block_size_tokens.item(i)
             overlap_blocks[i] = min(overlap.num_blocks, max_blocks)
+            reloaded_blocks[i] = min(overlap.num_reloaded_blocks, max_blocks)
             if overlap.num_held_blocks and max_blocks:
                 pullable_blocks[i] = min(overlap.num_held_blocks, max_blocks)
     return Prompt(
@@ -67,6 +69,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         block_bytes=_block_bytes(query.num_prompt_tokens, w),
         overlap_blocks=overlap_blocks,
         overlap_tokens=overlap_blocks * block_size_tokens,
+        reloaded_blocks=reloaded_blocks,
         pullable_blocks=pullable_blocks,
         waited_s=0.0 if query.num_output_tokens else query.waited_s,
     )
@@ -129,6 +132,15 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
         share = maximum(share, slo_share)
     queue_s = _in_steps_s(w, w.reserved.queued_tokens, derived.queued_prefill_s, share)
     return FirstTokenTerms(share=share, queue_s=queue_s, target_s=target_s - waited_s)
+
+
+def exposed_reload_s(w: WorkerData[N], reloaded_bytes: N, queue_s: N, saved_s: N) -> N:
+    """Predict how much longer than its queue a prompt waits for blocks of a slower tier of its worker.
+
+    The reload begins when the job arrives. If it is slower than computing the same tokens, which takes
+    `saved_s`, the worker computes them.
+    """
+    return minimum(maximum(reloaded_bytes * w.reported.reload_s_per_byte - queue_s, 0.0), maximum(saved_s, 0.0))
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:

@@ -52,6 +52,9 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         ttft_factor=report.target_factors.ttft,
         tpot_factor=report.target_factors.tpot,
         default_link_s_per_byte=link.s_per_byte,
+        reload_s_per_byte=max(
+            (1 / tier.load_bytes_per_s for tier in report.tiers if tier.load_bytes_per_s > 0), default=0.0
+        ),
         default_link_exposed_s=link.exposed_s,
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,

@@ -128,7 +128,7 @@ class WorkerStreams:
                     self._streams[worker] = stream
                     log.info("worker_joined", worker=str(worker), role=report.role.value, address=worker.address)
                 if self._state.update(report, asyncio.get_running_loop().time()):
-                    self._events.follow(report.worker, report.blocks.total, report.announce_every)
+                    self._events.follow(report.worker, report.largest_tier_blocks, report.announce_every)
                     self._events.check_event_seq(report.worker, report.event_seq)
                     self._publish_state()
                     self._on_report()

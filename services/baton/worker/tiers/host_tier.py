@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from baton.core.cluster.worker_report import TierReport
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
@@ -83,6 +84,16 @@ class HostTier:
         if s_per_byte is None:
             s_per_byte = self._store_speed.s_per_byte
         return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+
+    def report(self) -> TierReport:
+        """Return the state of the tier for schedulers."""
+        counts, block_s = self.counts(), self.load_s(1)
+        return TierReport(
+            tier=self.tier.value,
+            total=counts.total,
+            held=counts.held,
+            load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
+        )
 
     async def measure(self, num_device_blocks: int) -> None:
         """Measure the speed of copies out, before the first store. The slots that it writes are free.

@@ -1,0 +1,74 @@
+"""Prefixes in host memory: what their reload costs, and when another worker is better."""
+
+import pytest
+
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot
+from baton.core.cluster.worker_report import TierReport
+from baton.scheduler.decisions.decision_records import RecordedOverlap
+from baton.scheduler.policies.policy_types import Choice
+from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, measured, queued, seen
+from tests.unit.scheduler.policy_cases import LONG, busy, chosen, predicted
+
+NUM_BLOCKS = 64
+BLOCK_BYTES = LAYOUT.block_bytes
+
+
+def tier(bytes_per_s: float) -> tuple[TierReport, ...]:
+    return (TierReport(tier="host", total=20_000, held=100, load_bytes_per_s=bytes_per_s),)
+
+
+def with_reloads(cluster: ClusterSnapshot, **reloaded: int) -> ClusterSnapshot:
+    """Return the cluster in which so many of the blocks that workers hold are in host memory only."""
+    overlaps = {
+        name: RecordedOverlap(known.num_blocks, known.num_held_blocks, reloaded.get(name, 0))
+        for name, known in cluster.overlaps.items()
+    }
+    return ClusterSnapshot(workers=cluster.workers, overlaps=overlaps)
+
+
+def reload_s(choice: Choice) -> float:
+    got = predicted(choice)
+    return got.ttft_s - got.queue_s - got.prefill_s
+
+
+def test_a_reload_costs_its_bytes_at_the_measured_speed() -> None:
+    p = measured("p", "prefill", tiers=tier(1e8))
+    got = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=48))
+    assert reload_s(got) == pytest.approx(48 * BLOCK_BYTES / 1e8)
+    assert predicted(got).prefill_s == pytest.approx(
+        COSTS.prefill_s(LONG - NUM_BLOCKS * 16, NUM_BLOCKS * 16, 512), rel=0.01
+    )
+
+
+def test_only_what_lasts_longer_than_the_queue_counts() -> None:
+    p = measured("p", "prefill", tiers=tier(1e8), **queued(1024))
+    got = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=48))
+    assert reload_s(got) == pytest.approx(max(0.0, 48 * BLOCK_BYTES / 1e8 - predicted(got).queue_s))
+
+
+def test_a_reload_never_costs_more_than_computing() -> None:
+    p = measured("p", "prefill", tiers=tier(1.0))
+    slow = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=NUM_BLOCKS))
+    computed = chosen(seen(measured("p", "prefill"), busy()))
+    assert predicted(slow).ttft_s == pytest.approx(predicted(computed).ttft_s)
+
+
+@pytest.mark.parametrize("bytes_per_s", [0.0, float("nan"), -1.0])
+def test_an_unknown_speed_costs_nothing(bytes_per_s: float) -> None:
+    p = measured("p", "prefill", tiers=tier(bytes_per_s))
+    assert reload_s(chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=NUM_BLOCKS))) == 0.0
+
+
+def test_a_worker_with_the_prefix_on_its_device_comes_first() -> None:
+    tiered, warm = measured("a", "prefill", tiers=tier(1e8)), measured("b", "prefill")
+    cluster = seen(tiered, warm, busy(), a=NUM_BLOCKS, b=NUM_BLOCKS)
+    assert chosen(cluster).prefill.worker_id == "a"
+    assert chosen(with_reloads(cluster, a=NUM_BLOCKS)).prefill.worker_id == "b"
+
+
+def test_a_decision_shows_the_reload() -> None:
+    p = measured("p", "prefill", tiers=tier(1e8))
+    got = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=48))
+    terms = next(c.terms for c in got.candidates if c.worker.worker_id == "p" and c.side == "prefill")
+    assert terms["reloaded_blocks"] == 48
+    assert terms["reload_s"] == pytest.approx(48 * BLOCK_BYTES / 1e8)
