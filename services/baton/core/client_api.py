@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from baton.core.cluster.decision_record import DecisionRecord
-from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import BlockCounts, LinkReport, TierReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import Source
 from baton.core.kv.block_hash import TokenIds
@@ -255,6 +255,7 @@ class WorkerStatus:
     open_leases: int = 0
     links: tuple[LinkReport, ...] = ()
     kv_dtype: str = ""
+    tiers: tuple[TierReport, ...] = ()
 
     @classmethod
     def of(cls, report: WorkerReport) -> "WorkerStatus":
@@ -278,6 +279,7 @@ class WorkerStatus:
             open_leases=report.open_leases,
             links=report.links,
             kv_dtype=report.layout.kv_dtype,
+            tiers=report.tiers,
         )
 
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\xba\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07gateway\x18\x03 \x01(\x0b\x32\x11.baton.v1.Process\x12$\n\tscheduler\x18\x04 \x01(\x0b\x32\x11.baton.v1.Process\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\ropen_requests\x18\x06 \x01(\x04\"A\n\x07Process\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x87\x01\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x0f\n\x07landing\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x17\n\x0fheld_for_others\x18\x07 \x01(\x04\"\xbc\x01\n\x04Link\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x16\n\x0einflight_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x04 \x01(\x08\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x12\x11\n\texposed_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64ial_s\x18\t \x01(\x01\"D\n\x08WorkerId\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xaf\x03\n\x0cWorkerStatus\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\r\n\x05model\x18\x06 \x01(\t\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x19\n\x11\x62lock_size_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x0b \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x0c \x01(\x04\x12\x1e\n\x16running_context_tokens\x18\r \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0e \x01(\x04\x12\x1d\n\x05links\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Link\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\"8\n\x0e\x45xplainRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_request_id\"=\n\x0f\x45xplainResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnode_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x16\n\x12WORKER_ROLE_HYBRID\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1a\n\x16WORKER_STATE_UNHEALTHY\x10\x04\x32\xbe\x01\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\xba\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07gateway\x18\x03 \x01(\x0b\x32\x11.baton.v1.Process\x12$\n\tscheduler\x18\x04 \x01(\x0b\x32\x11.baton.v1.Process\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\ropen_requests\x18\x06 \x01(\x04\"A\n\x07Process\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x87\x01\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x0f\n\x07landing\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x17\n\x0fheld_for_others\x18\x07 \x01(\x04\"\xbc\x01\n\x04Link\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x16\n\x0einflight_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x04 \x01(\x08\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x12\x11\n\texposed_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64ial_s\x18\t \x01(\x01\"D\n\x08WorkerId\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xd4\x03\n\x0cWorkerStatus\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\r\n\x05model\x18\x06 \x01(\t\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x19\n\x11\x62lock_size_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x0b \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x0c \x01(\x04\x12\x1e\n\x16running_context_tokens\x18\r \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0e \x01(\x04\x12\x1d\n\x05links\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Link\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\x12#\n\x05tiers\x18\x11 \x03(\x0b\x32\x14.baton.v1.TierStatus\"Q\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x18\n\x10load_bytes_per_s\x18\x04 \x01(\x01\"8\n\x0e\x45xplainRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_request_id\"=\n\x0f\x45xplainResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnode_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x16\n\x12WORKER_ROLE_HYBRID\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1a\n\x16WORKER_STATE_UNHEALTHY\x10\x04\x32\xbe\x01\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1364
-  _globals['_WORKERROLE']._serialized_end=1478
-  _globals['_WORKERSTATE']._serialized_start=1481
-  _globals['_WORKERSTATE']._serialized_end=1630
+  _globals['_WORKERROLE']._serialized_start=1484
+  _globals['_WORKERROLE']._serialized_end=1598
+  _globals['_WORKERSTATE']._serialized_start=1601
+  _globals['_WORKERSTATE']._serialized_end=1750
   _globals['_STATUSREQUEST']._serialized_start=64
   _globals['_STATUSREQUEST']._serialized_end=79
   _globals['_STATUSRESPONSE']._serialized_start=82
@@ -49,15 +49,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERID']._serialized_start=666
   _globals['_WORKERID']._serialized_end=734
   _globals['_WORKERSTATUS']._serialized_start=737
-  _globals['_WORKERSTATUS']._serialized_end=1168
-  _globals['_EXPLAINREQUEST']._serialized_start=1170
-  _globals['_EXPLAINREQUEST']._serialized_end=1226
-  _globals['_EXPLAINRESPONSE']._serialized_start=1228
-  _globals['_EXPLAINRESPONSE']._serialized_end=1289
-  _globals['_DRAINREQUEST']._serialized_start=1291
-  _globals['_DRAINREQUEST']._serialized_end=1345
-  _globals['_DRAINRESPONSE']._serialized_start=1347
-  _globals['_DRAINRESPONSE']._serialized_end=1362
-  _globals['_ADMIN']._serialized_start=1633
-  _globals['_ADMIN']._serialized_end=1823
+  _globals['_WORKERSTATUS']._serialized_end=1205
+  _globals['_TIERSTATUS']._serialized_start=1207
+  _globals['_TIERSTATUS']._serialized_end=1288
+  _globals['_EXPLAINREQUEST']._serialized_start=1290
+  _globals['_EXPLAINREQUEST']._serialized_end=1346
+  _globals['_EXPLAINRESPONSE']._serialized_start=1348
+  _globals['_EXPLAINRESPONSE']._serialized_end=1409
+  _globals['_DRAINREQUEST']._serialized_start=1411
+  _globals['_DRAINREQUEST']._serialized_end=1465
+  _globals['_DRAINRESPONSE']._serialized_start=1467
+  _globals['_DRAINRESPONSE']._serialized_end=1482
+  _globals['_ADMIN']._serialized_start=1753
+  _globals['_ADMIN']._serialized_end=1943
 # @@protoc_insertion_point(module_scope)

@@ -115,7 +115,7 @@ class WorkerId(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "host", "pid", "role", "state", "model", "blocks", "block_size_tokens", "block_bytes", "waiting_seqs", "waiting_prefill_tokens", "running_seqs", "running_context_tokens", "open_leases", "links", "kv_dtype")
+    __slots__ = ("worker", "host", "pid", "role", "state", "model", "blocks", "block_size_tokens", "block_bytes", "waiting_seqs", "waiting_prefill_tokens", "running_seqs", "running_context_tokens", "open_leases", "links", "kv_dtype", "tiers")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class WorkerStatus(_message.Message):
     OPEN_LEASES_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: str
     pid: int
@@ -148,7 +149,20 @@ class WorkerStatus(_message.Message):
     open_leases: int
     links: _containers.RepeatedCompositeFieldContainer[Link]
     kv_dtype: str
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("tier", "total", "held", "load_bytes_per_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    total: int
+    held: int
+    load_bytes_per_s: float
+    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

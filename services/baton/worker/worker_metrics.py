@@ -13,9 +13,11 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.kv_events import Tier
 from baton.core.kv.kv_layout import KvLayout
 from baton.engine.state.step import Executor, StepPlan, StepResult
-from baton.runtime.observability.metrics import EngineMetrics, TransferMetrics
+from baton.runtime.observability.metrics import EngineMetrics, TierMetrics, TransferMetrics
 
 if TYPE_CHECKING:
+    from baton.worker.tiers.host_tier import HostTier
+    from baton.worker.tiers.reloads import Reloads
     from baton.worker.worker_service import Worker
 
 
@@ -115,6 +117,7 @@ class WorkerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.engine = EngineMetrics(registry)
+        self.tier = TierMetrics(registry)
         self.transfer = TransferMetrics(registry)
         self.pulls = PullMetrics(self.transfer)
         self._seen: dict[Counter, float] = {}
@@ -128,6 +131,8 @@ class WorkerMetrics:
         counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
         for state in ("free", "used", "cached", "receiving", "quarantined"):
             self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
+        if worker.tier is not None and worker.reloads is not None:
+            self._refresh_tier(worker.tier, worker.reloads)
         self.engine.blocks_held_for_others.set(counts.held_for_others)
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)
@@ -151,6 +156,25 @@ class WorkerMetrics:
         for kind in ("dropped_notices", "early_follows", "refused_follows"):
             self._raise_to(self.transfer.unexpected_messages.labels(kind), getattr(owner, kind))
         self.pulls.forget_gone({link.peer for link in worker.reader.links()})
+
+    def _refresh_tier(self, tier: HostTier, reloads: Reloads) -> None:
+        counts, name, totals = tier.counts(), tier.tier.value, tier.totals
+        for state, number in (("free", counts.free), ("cached", counts.held), ("used", counts.busy)):
+            self.engine.blocks.labels(name, state).set(number)
+        for direction, blocks, num_bytes, seconds in (
+            ("store", totals.stored_blocks, totals.stored_bytes, totals.store_s),
+            ("load", totals.loaded_blocks, totals.loaded_bytes, totals.load_s),
+        ):
+            self._raise_to(self.tier.copied_blocks.labels(name, direction), blocks)
+            self._raise_to(self.tier.copied_bytes.labels(name, direction), num_bytes)
+            self._raise_to(self.tier.copy_s.labels(name, direction), seconds)
+        self._raise_to(self.tier.failed_copies.labels(name), totals.failed_copies)
+        self._raise_to(self.tier.invalid_blocks.labels(name), totals.invalid_blocks)
+        self._raise_to(self.tier.reloaded_tokens, reloads.totals.reloaded_tokens)
+        self._raise_to(self.tier.reloads.labels("complete"), reloads.totals.reloads - reloads.totals.incomplete)
+        self._raise_to(self.tier.reloads.labels("incomplete"), reloads.totals.incomplete)
+        self._raise_to(self.tier.reload_s, reloads.totals.actual_s)
+        self._raise_to(self.tier.predicted_reload_s, reloads.totals.predicted_s)
 
     def _raise_to(self, counter: Counter, total: float) -> None:
         counter.inc(total - self._seen.get(counter, 0))

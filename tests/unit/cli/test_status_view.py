@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from baton.cli.admin.status_view import render_status
-from baton.core.cluster.worker_report import WorkerState
+from baton.cli.formatting import size, speed
+from baton.core.cluster.worker_report import TierReport, WorkerState
 from tests.builders import blocks, cluster_status, link, worker_report
 from tests.unit.cli.screen import printed, row
 
@@ -30,6 +31,18 @@ def test_worker_row_begins_with_its_load() -> None:
     screen = printed(render_status(cluster_status(report)))
     assert row(screen, "worker") == ["worker", "running", "waiting", "role", "state", "to", "prefill", "leases", "pid"]
     assert row(screen, "w0  ") == ["w0", "3", "2", "decode", "draining", "12,345", "7", "4711"]
+
+
+def test_slower_tiers_have_a_table_if_there_are_any() -> None:
+    tier = TierReport(tier="host", total=2000, held=1234, load_bytes_per_s=12e9)
+    tiered, plain = worker_report("w0", tiers=(tier,)), worker_report("w1")
+    screen = printed(render_status(cluster_status(tiered, plain)))
+    memory = size(2000 * tiered.layout.block_bytes).split()
+    table = screen[screen.index("KV blocks in slower tiers") :]
+    assert row(table, "w0  ") == ["w0", "host", "1,234", "2,000", *memory, *speed(12e9).split()]
+    assert "slower tiers" not in printed(render_status(cluster_status(plain)))
+    unmeasured = worker_report("w0", tiers=(replace(tier, load_bytes_per_s=0.0),))
+    assert "unmeasured" in printed(render_status(cluster_status(unmeasured)))
 
 
 def test_host_epoch_and_model_are_shown_only_where_they_differ() -> None:

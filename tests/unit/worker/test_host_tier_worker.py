@@ -7,11 +7,14 @@ test.
 import asyncio
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Reason
 from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.request import Sampling
+from baton.sim.sim_tier import COPY_BYTES_PER_S
+from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.scripted_gateway import Gateway
@@ -160,6 +163,31 @@ async def test_a_peer_pulls_what_only_the_tier_has() -> None:
         assert await peer.answer(0, prefix_source=source) == {Tier.DEVICE.value: NUM_BLOCKS * BLOCK}
         assert any("tier" in owner for _, owner in simulated.fabric.pairs)
         await simulated.until_clean()
+
+
+@virtual
+async def test_report_and_metrics_show_the_tier() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        for prompt in (0, 1, 2, 0):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        counts, totals = host.tier.counts(), host.tier.totals
+        (reported,) = simulated.scheduler.reports["p"][-1].tiers
+        assert (reported.tier, reported.total, reported.held) == ("host", counts.total, counts.held)
+        assert reported.load_bytes_per_s == pytest.approx(COPY_BYTES_PER_S)
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        for _ in range(2):
+            metrics.refresh(host.node.worker)
+        value = registry.get_sample_value
+        assert value("baton_kv_blocks", {"tier": "host", "state": "cached"}) == counts.held > 0
+        assert value("baton_tier_blocks_total", {"tier": "host", "direction": "store"}) == totals.stored_blocks > 0
+        assert value("baton_tier_blocks_total", {"tier": "host", "direction": "load"}) == totals.loaded_blocks > 0
+        assert value("baton_reloads_total", {"outcome": "complete"}) == 1
+        assert value("baton_reloaded_tokens_total") == host.reloads.totals.reloaded_tokens
+        predicted_s, actual_s = value("baton_predicted_reload_seconds_total"), value("baton_reload_seconds_total")
+        assert predicted_s == pytest.approx(actual_s, rel=0.1)
 
 
 @virtual

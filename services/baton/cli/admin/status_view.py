@@ -42,6 +42,8 @@ def render_status(status: ClusterStatus, *, max_links: int | None = None, at: st
     parts: list[RenderableType] = [_headline(status, at), *_troubles(status, workers), ""]
     if workers:
         parts += [_workers(status, workers), "", _blocks(workers)]
+        if any(worker.tiers for worker in workers):
+            parts += ["", _tiers(workers)]
     else:
         parts.append(Text("no workers; new requests wait and then get 503", style="yellow"))
     links = [(worker, link) for worker in workers for link in worker.links]
@@ -163,6 +165,22 @@ def _blocks(workers: Sequence[WorkerStatus]) -> Table:
                 for name in names
             ),
         )
+    return result
+
+
+def _tiers(workers: Sequence[WorkerStatus]) -> Table:
+    """Table of the slower tiers: blocks with content, size, and speed of reloads."""
+    result = table("worker", "tier", ">held", ">total", ">memory", ">reload speed", title="KV blocks in slower tiers")
+    for worker in workers:
+        for tier in worker.tiers:
+            result.add_row(
+                worker.worker.worker_id,
+                tier.tier,
+                f"{tier.held:,}",
+                f"{tier.total:,}",
+                size(tier.total * worker.block_bytes),
+                speed(tier.load_bytes_per_s) if tier.load_bytes_per_s else "unmeasured",
+            )
     return result
 
 

@@ -23,7 +23,7 @@ from baton.core.client_api import (
     WorkerStatus,
 )
 from baton.core.cluster.decision_record import DecisionRecord
-from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import BlockCounts, LinkReport, TierReport, WorkerRole, WorkerState
 from baton.core.errors import invalid
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import TokenIds, token_ids
@@ -240,6 +240,7 @@ _WORKER_ID = MessageMapping(WorkerRef, admin_pb2.WorkerId)
 _LINK = MessageMapping(LinkReport, admin_pb2.Link, {"peer": nested(_WORKER_ID.to_wire, _WORKER_ID.from_wire)})
 # the public API keeps the name `landing`
 _BLOCKS = MessageMapping(BlockCounts, admin_pb2.BlockCounts, renamed={"receiving": "landing"})
+_TIER = MessageMapping(TierReport, admin_pb2.TierStatus)
 _WORKER = MessageMapping(
     WorkerStatus,
     admin_pb2.WorkerStatus,
@@ -249,6 +250,7 @@ _WORKER = MessageMapping(
         "state": nested(STATES.to_wire, STATES.from_wire),
         "blocks": nested(_BLOCKS.to_wire, _BLOCKS.from_wire),
         "links": repeated(_LINK.to_wire, _LINK.from_wire),
+        "tiers": repeated(_TIER.to_wire, _TIER.from_wire),
     },
 )
 _STATUS = MessageMapping(

@@ -296,6 +296,37 @@ class EngineMetrics(_Family):
         )
 
 
+class TierMetrics(_Family):
+    """Metrics of a worker's slower KV tiers. They stay 0 without one."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.copied_blocks = self._counter(
+            "tier_blocks_total", "KV blocks copied to a slower tier (store) or back (load).", "tier", "direction"
+        )
+        self.copied_bytes = self._counter("tier_bytes_total", "Bytes of these copies.", "tier", "direction")
+        self.copy_s = self._counter(
+            "tier_copy_seconds_total",
+            "Seconds of these copies; tier_bytes_total divided by it is the speed.",
+            "tier",
+            "direction",
+        )
+        self.failed_copies = self._counter("tier_failed_copies_total", "Copies that raised an error.", "tier")
+        self.invalid_blocks = self._counter(
+            "tier_invalid_blocks_total",
+            "Loaded KV blocks whose generation or hash was not the expected one. They were not used.",
+            "tier",
+        )
+        self.reloaded_tokens = self._counter(
+            "reloaded_tokens_total", "Tokens of prompts whose KV was reloaded from a slower tier instead of computed."
+        )
+        self.reloads = self._counter("reloads_total", "Reloads by outcome: complete, incomplete.", "outcome")
+        self.reload_s = self._counter("reload_seconds_total", "Seconds of complete reloads.")
+        self.predicted_reload_s = self._counter(
+            "predicted_reload_seconds_total", "Seconds that were predicted for the complete reloads."
+        )
+
+
 class TransferMetrics(_Family):
     """Metrics of KV transfers on the reader's and the owner's side."""
 
