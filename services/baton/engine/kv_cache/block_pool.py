@@ -196,6 +196,10 @@ class BlockPool:
 
     # -- content -------------------------------------------------------------------------------------------------------
 
+    def find(self, block_hash: BlockHash) -> int | None:
+        """Return a block that holds this content; None if there is none. Adds no reference."""
+        return self._contents.find(block_hash)
+
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Return the blocks of the longest known prefix of hashes of entries. Adds no reference."""
         return self._contents.lookup(hashes)

@@ -92,6 +92,10 @@ class ContentIndex:
         """Return True if another block has the same content."""
         return self._hash[block_id] in self._same_content
 
+    def find(self, block_hash: BlockHash) -> int | None:
+        """Return a block that holds this content; None if there is none."""
+        return self._by_hash.get(block_hash)
+
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Return the blocks that hold the longest known prefix of `hashes`."""
         found: list[int] = []

@@ -19,9 +19,8 @@ class WorkerRegions:
         """Return the ids of the longest known run of hashes. The device comes first, if it has a block."""
         found: list[int] = []
         for block_hash in hashes:
-            on_device = self._pool.lookup((block_hash,))
-            if on_device:
-                found.append(on_device[0])
+            if (block_id := self._pool.find(block_hash)) is not None:
+                found.append(block_id)
             elif (slot := self._slots.slot_of(block_hash)) is not None:
                 found.append(self._begin + slot)
             else:

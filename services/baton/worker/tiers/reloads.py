@@ -67,7 +67,9 @@ class Reloads:
         predicted to be as fast."""
         pool, tier = self._pool, self._tier
         num_cached = pool.lookup_prefix(hashes).num_blocks
-        num_blocks = longest_prefix(hashes, pool.windows, lambda each: bool(pool.lookup((each,))) or tier.holds(each))
+        if num_cached == len(hashes) or (not pool.windows.has_windows and not tier.holds(hashes[num_cached])):
+            return None
+        num_blocks = longest_prefix(hashes, pool.windows, lambda each: pool.find(each) is not None or tier.holds(each))
         plan = self._plan_of(hashes[:num_blocks], num_cached)
         if plan is None or (num_lacking := len(plan.missing) - self._num_free_blocks(plan)) <= 0:
             return plan
@@ -101,7 +103,7 @@ class Reloads:
         if num_blocks <= num_cached:
             return None
         needed = hashes_of_prefix(hashes, pool.windows)
-        missing = tuple(index for index, each in enumerate(needed) if not pool.lookup((each,)))
+        missing = tuple(index for index, each in enumerate(needed) if pool.find(each) is None)
         costs = self._costs()
         predicted_s = self._tier.load_s(len(missing))
         computed_s = None
@@ -128,7 +130,7 @@ class Reloads:
     async def _run(self, plan: ReloadPlan) -> None:
         """Fill the missing blocks. The others are referenced, so that the prefix is not evicted meanwhile."""
         pool, clock = self._pool, asyncio.get_running_loop().time
-        held = {index: found[0] for index, each in enumerate(plan.needed) if (found := pool.lookup((each,)))}
+        held = {index: found for index, each in enumerate(plan.needed) if (found := pool.find(each)) is not None}
         missing = [index for index in range(len(plan.needed)) if index not in held]
         pool.ref(held.values())
         receiving = pool.allocate_receiving(len(missing), [plan.entries[index] for index in missing])
@@ -166,5 +168,5 @@ class Reloads:
         """
         pool = self._pool
         spare = self._engine.running_seqs * pool.windows.num_tables + self._engine.num_reserved_blocks
-        num_own = pool.num_idle(found[0] for each in plan.needed if (found := pool.lookup((each,))))
+        num_own = pool.num_idle(found for each in plan.needed if (found := pool.find(each)) is not None)
         return pool.num_allocatable - num_own - spare
