@@ -26,7 +26,7 @@ class KvEventKind(Enum):
 
 
 class Tier(Enum):
-    """Memory tier of a block, fastest first. Workers keep blocks only in DEVICE memory at present."""
+    """Memory tier of a block, fastest first. Workers of this release use DEVICE and HOST."""
 
     DEVICE = "device"
     HOST = "host"
