@@ -1,4 +1,5 @@
-"""A worker's second region: each backend reads its blocks and generation-table entries as those of the first."""
+"""A worker's second region: each backend reads its blocks and generation-table entries as those of the
+first."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +30,8 @@ NUM_BLOCKS, NUM_SLOTS = 8, 5
 
 @dataclass(kw_only=True)
 class Regions:
-    """An owner with two regions, and a reader. `put` writes into a region of the owner, `got` reads own blocks."""
+    """An owner with two regions, and a reader. `put` writes into a region of the owner, `got` reads own
+    blocks."""
 
     owner: TransferBackend
     reader: TransferBackend

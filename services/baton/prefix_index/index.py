@@ -36,8 +36,8 @@ class PrefixOverlap:
 
     @property
     def num_reloaded_blocks(self) -> int:
-        """Blocks that it holds, but must reload from a slower tier: those after the first that is not in device
-        memory."""
+        """Blocks that it holds, but must reload from a slower tier: those after the first that is not in
+        device memory."""
         return self.num_held_blocks - self.num_device_blocks
 
 

@@ -55,8 +55,8 @@ class TransferBackend(Protocol):
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:
-        """The regions of this worker's own memory, for `PeerHelloReply`: first the one with its own blocks, which
-        reads go to, then those that were added."""
+        """The regions of this worker's own memory, for `PeerHelloReply`: first the one with its own blocks,
+        which reads go to, then those that were added."""
         ...
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
@@ -83,8 +83,8 @@ class TransferBackend(Protocol):
         ...
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Prepare own blocks of the first region for reading, before they are announced to a peer. Called at the
-        owner."""
+        """Prepare own blocks of the first region for reading, before they are announced to a peer. Called
+        at the owner."""
         ...
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Workers with a host tier: prompts whose KV was evicted from the device are reloaded, and peers pull them.
 
-`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block fails the
-test.
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
+fails the test.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_tier import COPY_BYTES_PER_S
 from baton.worker.worker_metrics import WorkerMetrics
-from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens
+from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.scripted_gateway import Gateway
 from tests.unit.worker.virtual_loop import virtual
@@ -163,6 +163,27 @@ async def test_a_peer_pulls_what_only_the_tier_has() -> None:
         assert await peer.answer(0, prefix_source=source) == {Tier.DEVICE.value: NUM_BLOCKS * BLOCK}
         assert any("tier" in owner for _, owner in simulated.fabric.pairs)
         await simulated.until_clean()
+
+
+@virtual
+async def test_a_decode_worker_does_not_pull_what_it_has_reloaded() -> None:
+    settings = {"num_blocks": P_BLOCKS, "p_blocks": 200, "host_kv_memory": 4 * MIB}
+    async with pair(**settings) as workers:
+        tokens = [decode_job(NUM_TOKENS, request=b"prompt-%d" % n).token_ids for n in range(4)]
+        sampling = Sampling(max_tokens=3, ignore_eos=True)
+        for number, prompt in enumerate((0, 1, 2, 0)):
+            _, decode = workers.send(
+                num_tokens=NUM_TOKENS, request=b"r%d" % number, token_ids=tokens[prompt], sampling=sampling
+            )
+            deltas = await workers.to_d.ended(decode.job)
+            assert workers.to_d.tokens(decode.job) == expected_tokens(decode)
+            await asyncio.sleep(1)
+        assert workers.d.worker.reloads is not None
+        assert workers.d.worker.reloads.totals.reloads == 1
+        timeline = deltas[-1].timeline
+        assert timeline is not None
+        assert timeline.num_cached_tokens > 0
+        await workers.until_clean()
 
 
 @virtual

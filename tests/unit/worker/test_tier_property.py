@@ -1,6 +1,7 @@
 """Pool, host tier, copies out, reloads and readers together, under random interleavings.
 
-The content of a block is the hash of its tokens, so content under a wrong hash shows at once. The naive model is the
+The content of a block is the hash of its tokens, so content under a wrong hash shows at once. The naive
+model is the
 rule itself: whoever finds a block by hash, on the device, in the tier or as a peer, must see that content.
 """
 
@@ -36,7 +37,8 @@ HASH_BYTES = len(NO_HASH)
 
 
 class RandomRunner:
-    """A `CopyRunner` that copies some time after the call, returns some time after that, and sometimes fails."""
+    """A `CopyRunner` that copies some time after the call, returns some time after that, and sometimes
+    fails."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -6,8 +6,8 @@ Pure functions of predicted seconds.
 from baton.core.step_cost import StepCostModel
 
 WORTH_RATIO = 4.0
-"""Content without a second use is copied out if computing it takes this many times as long as reloading it. Most
-of it is never used again, so the gain must pay for several copies."""
+"""Content without a second use is copied out if computing it takes this many times as long as reloading it.
+Most of it is never used again, so the gain must pay for several copies."""
 MAX_STEP_DELAY = 0.02
 """Largest share by which copies out may delay steps."""
 COPY_BYTES = 2**20
@@ -35,8 +35,8 @@ def block_compute_s(costs: StepCostModel, block_size_tokens: int, chunk_tokens: 
 def is_worth_copying(*, is_reused: bool, compute_s: float | None, reload_s: float | None) -> bool:
     """Return True if a block should be copied out.
 
-    compute_s, reload_s: predicted time to compute and to reload the block; None if unknown. A block at its second
-    use is always copied.
+    compute_s, reload_s: predicted time to compute and to reload the block; None if unknown. A block at its
+    second use is always copied.
     """
     if is_reused:
         return True
@@ -49,12 +49,12 @@ def max_copied_blocks(num_allocatable: int, block_bytes: int) -> int:
 
 
 def pause_after_s(copy_s: float, *, is_busy: bool) -> float:
-    """Return how long to wait after a copy of `copy_s` seconds. While steps run, copies take `MAX_STEP_DELAY` of
-    the time at most, even if a copy stops a step completely."""
+    """Return how long to wait after a copy of `copy_s` seconds. While steps run, copies take
+    `MAX_STEP_DELAY` of the time at most, even if a copy stops a step completely."""
     return copy_s * (1 / MAX_STEP_DELAY - 1) if is_busy else 0.0
 
 
 def reload_pays(*, compute_s: float | None, reload_s: float | None) -> bool:
-    """Return True if blocks should be reloaded rather than computed. Unknown times are no reason not to: the first
-    reload measures."""
+    """Return True if blocks should be reloaded rather than computed. Unknown times are no reason not to:
+    the first reload measures."""
     return compute_s is None or reload_s is None or compute_s >= RELOAD_GAIN * reload_s

@@ -1,7 +1,8 @@
 """The measured speed of copies to or from a tier."""
 
 _MEMORY_BYTES = 32 * 2**20
-"""Window of the moving average. After this many bytes, a copy of the same size has half of the total weight."""
+"""Window of the moving average. After this many bytes, a copy of the same size has half of the total
+weight."""
 
 
 class CopySpeed:

@@ -40,8 +40,8 @@ class KvTier(Protocol):
     """Copies of device blocks, found by hash.
 
     Used from one event loop. `store` and `load` wait for the copies, which run in another thread; no other
-    method waits. `load` uses content only if the slot's generation and hash, read after the copy, are those of
-    the content that was asked for.
+    method waits. `load` uses content only if the slot's generation and hash, read after the copy, are those
+    of the content that was asked for.
     """
 
     @property
@@ -64,8 +64,8 @@ class KvTier(Protocol):
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         """Copy blocks into the tier and return how many were copied.
 
-        Blocks are left out if the tier has their content already or no slot is free. The caller keeps the blocks
-        from being written until the call has returned. Raises nothing: a failed copy stores nothing.
+        Blocks are left out if the tier has their content already or no slot is free. The caller keeps the
+        blocks from being written until the call has returned. Raises nothing: a failed copy stores nothing.
         """
         ...
 

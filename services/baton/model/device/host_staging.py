@@ -65,8 +65,8 @@ class DeviceCopies:
 
 
 class HostStaging:
-    """Copies single blocks between a device and a host buffer, which every transport can reach, under the same
-    ids."""
+    """Copies single blocks between a device and a host buffer, which every transport can reach, under the
+    same ids."""
 
     def __init__(self, cache: KvCache, host: np.typing.NDArray[np.uint8]) -> None:
         """`host`: as of `DeviceCopies`, with as many blocks as the device. Raises ValueError otherwise."""

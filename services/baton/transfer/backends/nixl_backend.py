@@ -163,7 +163,8 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
 def _described(
     agent: Any, name: str, worker: WorkerRef, layout: KvLayout, regions: Sequence[tuple[KvRegion, KvRegion]]
 ) -> list[KvMemory]:
-    """Describe the regions of an agent, which have been registered: the blocks and the generation table of each."""
+    """Describe the regions of an agent, which have been registered: the blocks and the generation table of
+    each."""
     metadata = bytes(agent.get_agent_metadata())
     return [
         KvMemory(

@@ -39,8 +39,8 @@ from baton.transfer.owner.lease_deadlines import Deadlines
 from baton.transfer.owner.owned_transfer import OwnedTransfer
 
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
-"""Returns the block ids of the longest leading run of hashes that this worker holds, in any of its regions. Ids
-count the blocks of all regions in one sequence."""
+"""Returns the block ids of the longest leading run of hashes that this worker holds, in any of its regions.
+Ids count the blocks of all regions in one sequence."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The memory regions of an owner: its device memory, then its slower tiers.
 
-Announcements number the blocks of all regions in one sequence: the ids of the second region follow those of the
-first.
+Announcements number the blocks of all regions in one sequence: the ids of the second region follow those of
+the first.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ class OwnerRegions:
         return self._ends[-1]
 
     def region_of(self, block_id: int) -> int:
-        """Return the index of the region that has the block. Raises ValueError for an id that is too large."""
+        """Return the index of the region that has the block. Raises ValueError for an id that is too
+        large."""
         for index, end in enumerate(self._ends):
             if block_id < end:
                 return index

@@ -232,9 +232,9 @@ class Leg(ABC):
 class ComputingLeg(Leg):
     """A leg that computes the prompt on this worker.
 
-    The leg first reloads what the host tier has of the prompt's prefix. If the job names a `prefix_source`, it
-    then pulls that prefix into the prefix cache. The engine finds both there. What fails is computed. A grammar
-    is compiled before.
+    The leg first reloads what the host tier has of the prompt's prefix. If the job names a `prefix_source`,
+    it then pulls that prefix into the prefix cache. The engine finds both there. What fails is computed. A
+    grammar is compiled before.
     """
 
     def __init__(self, job: PrefillJob | DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
@@ -284,8 +284,8 @@ class ComputingLeg(Leg):
 
     @property
     def _usable_hashes(self) -> Sequence[BlockHash]:
-        """Hashes of the leading blocks that may come from a cache: the last token is always computed, and every token
-        whose logprobs are reported."""
+        """Hashes of the leading blocks that may come from a cache: the last token is always computed, and
+        every token whose logprobs are reported."""
         if self._job.sampling.num_prompt_logprobs is not None:
             return ()
         return self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]

@@ -78,7 +78,8 @@ class KvEventPublisher:
         rng: Random,
         tiers: Mapping[Tier, KvEventSource] = NO_TIERS,
     ) -> None:
-        """`ttl_s`: how long the written events outlive this worker, in seconds. `tiers`: beside the device."""
+        """`ttl_s`: how long the written events outlive this worker, in seconds. `tiers`: beside the
+        device."""
         self.worker = worker
         self.event_seq = 0
         self.is_behind = True

@@ -55,7 +55,8 @@ class CopyThread:
 
 
 class HostCopies:
-    """Implements `BlockCopies` for device memory that is host memory: [num_blocks, block_bytes] uint8 each."""
+    """Implements `BlockCopies` for device memory that is host memory: [num_blocks, block_bytes] uint8
+    each."""
 
     def __init__(self, device: Bytes, host: Bytes) -> None:
         self._device, self._host = device, host

@@ -46,7 +46,8 @@ class TierTotals:
 class HostTier:
     """Implements `KvTier` over host memory.
 
-    slots: the slots, on which peers hold leases. A slot's number is its block id in the region that peers read.
+    slots: the slots, on which peers hold leases. A slot's number is its block id in the region that peers
+        read.
     """
 
     tier = Tier.HOST

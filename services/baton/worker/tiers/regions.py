@@ -9,7 +9,8 @@ from baton.engine.tiers.slots import TierSlots
 
 
 class WorkerRegions:
-    """Implements `core.interfaces.PinPool` over a pool and the slots of a tier. Slot s has id `num_blocks` + s."""
+    """Implements `core.interfaces.PinPool` over a pool and the slots of a tier. Slot s has id `num_blocks`
+    + s."""
 
     def __init__(self, pool: BlockPool, slots: TierSlots) -> None:
         self._pool, self._slots = pool, slots

@@ -63,8 +63,8 @@ class Reloads:
         self._running: dict[BlockHash, asyncio.Task[None]] = {}  # by the first missing block
 
     def plan(self, hashes: Sequence[BlockHash]) -> ReloadPlan | None:
-        """Return what to reload for a prompt with these leading blocks; None if nothing, or if computing it is
-        predicted to be as fast."""
+        """Return what to reload for a prompt with these leading blocks; None if nothing, or if computing it
+        is predicted to be as fast."""
         pool, tier = self._pool, self._tier
         num_cached = pool.lookup_prefix(hashes).num_blocks
         if num_cached == len(hashes) or (not pool.windows.has_windows and not tier.holds(hashes[num_cached])):
