@@ -116,8 +116,9 @@ def num_kv_blocks(
 TIER_SHARE = 0.5
 """Share of the free host memory that copies of a GPU's KV take by default. The rest is for the page cache, from
 which models are loaded, and for other processes."""
-MAX_TIER_RATIO = 4
-"""Most memory that the host tier takes by default, as a multiple of the KV cache."""
+MAX_TIER_RATIO = 1
+"""Most memory that the host tier takes by default, as a multiple of the KV cache. Registering memory with
+transports takes time and pins it."""
 
 
 def num_tier_slots(

@@ -20,9 +20,12 @@ class DeviceCopies:
     copied.
     """
 
-    def __init__(self, cache: KvCache, host: np.typing.NDArray[np.uint8]) -> None:
+    def __init__(
+        self, cache: KvCache, host: np.typing.NDArray[np.uint8], *, max_pinned_bytes: float = float("inf")
+    ) -> None:
         """`host`: uint8 [num_slots, block_bytes]; must stay allocated until `close`.
 
+        max_pinned_bytes: a larger buffer is not pinned, because that takes long and needs all of its pages.
         Raises ValueError if the size of a block differs from that of the device's blocks.
         """
         self._device = cache.memory
@@ -33,7 +36,8 @@ class DeviceCopies:
                 "device's blocks"
             )
         self._stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
-        self._is_pinned = self._stream is not None and _pin(self._host, cache.device)
+        may_pin = self._stream is not None and self._host.nbytes <= max_pinned_bytes
+        self._is_pinned = may_pin and _pin(self._host, cache.device)
 
     def close(self) -> None:
         """Undo the pinning of the host buffer. Call it after the last copy."""

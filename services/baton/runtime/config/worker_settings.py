@@ -83,8 +83,8 @@ class ComputeSettings(Config):
     host_kv_memory: int | None = setting(
         None,
         help="host memory of one worker for copies of KV that its device has no room for; unset uses 50 % of the host "
-        "memory that is free on a machine with GPUs, at most 4 times the KV cache, and none on a CPU, where the KV "
-        "cache is in host memory; 0 uses none",
+        "memory that is free on a machine with GPUs, at most the size of the KV cache, and none on a CPU, where the "
+        "KV cache is in host memory; 0 uses none",
         unit="bytes",
         minimum=0,
     )

@@ -9,6 +9,9 @@ from baton.worker.device.kv_registration import RegisteredMemory
 from baton.worker.tiers.block_copies import BlockCopies, CopyThread, HostCopies
 from baton.worker.tiers.host_tier import HostTier
 
+MAX_PINNED_TIER_BYTES = 32 << 30
+"""Largest host tier that is pinned for faster copies. A larger one would delay the start of a worker."""
+
 
 def num_slots_for_worker(
     config: WorkerConfig,

@@ -26,7 +26,7 @@ from baton.worker.device.gpu_start import Say, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
-from baton.worker.device.open_tier import num_slots_for_worker, open_host_tier
+from baton.worker.device.open_tier import MAX_PINNED_TIER_BYTES, num_slots_for_worker, open_host_tier
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 from baton.worker.tiers.host_tier import HostTier
@@ -194,7 +194,8 @@ def _open_kv(
     registered = register_gpu_memory(config, worker, cache, path=path, num_slots=num_slots)
     if registered.tier is None:
         return cache, registered, None
-    return cache, registered, open_host_tier(worker, registered, copies=DeviceCopies(cache, registered.tier.kv))
+    copies = DeviceCopies(cache, registered.tier.kv, max_pinned_bytes=MAX_PINNED_TIER_BYTES)
+    return cache, registered, open_host_tier(worker, registered, copies=copies)
 
 
 def _device_text(loaded: "LoadedModel") -> str:
