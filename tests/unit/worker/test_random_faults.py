@@ -20,6 +20,7 @@ from tests import builders
 from tests.scale import IS_LONG
 from tests.unit.worker.harness import Gateway, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
+from tests.unit.worker.prefix_trio import BLOCK_BYTES
 
 SEEDS = 400 if IS_LONG else 25
 REQUESTS = 24
@@ -142,7 +143,7 @@ class Scenario:
 
 
 @cache
-def play(seed: int) -> list[Any]:
+def play(seed: int, host_kv_memory: int = 0) -> list[Any]:
     rng = Random(seed)
     link = LinkModel(bytes_per_s=rng.choice((1e6, 1e5)), stuck=rng.choice((0.0, 0.0, 0.02)), stuck_s=STUCK_S)
     delays = Delays(mean_s=rng.choice((0.0002, 0.005)))
@@ -159,6 +160,7 @@ def play(seed: int) -> list[Any]:
             link=link,
             delays=delays,
             max_num_batched_tokens=rng.choice((16, 64)),
+            host_kv_memory=host_kv_memory,
             kv_windows=windows,
             **sizes,
         ) as workers:
@@ -176,8 +178,16 @@ def test_every_job_ends_once_and_nothing_is_left(seed: int) -> None:
     assert any(tokens for _, tokens, _ in trace)
 
 
-def test_run_is_reproducible_from_its_seed() -> None:
-    assert play(3) == play.__wrapped__(3)
+@pytest.mark.parametrize("seed", range(SEEDS // 2))
+def test_every_job_ends_once_with_a_host_tier(seed: int) -> None:
+    """The tier is smaller than the KV of all prompts."""
+    trace = play(seed, host_kv_memory=40 * BLOCK_BYTES)
+    assert any(tokens for _, tokens, _ in trace)
+
+
+@pytest.mark.parametrize("host_kv_memory", [0, 40 * BLOCK_BYTES])
+def test_run_is_reproducible_from_its_seed(host_kv_memory: int) -> None:
+    assert play(3, host_kv_memory) == play.__wrapped__(3, host_kv_memory)
 
 
 def test_faults_are_injected() -> None:
