@@ -18,14 +18,19 @@ class PeerHello:
     """The reader's first message.
 
     owner: the incarnation that it wants to reach; any other one refuses
-    max_regions: regions of the owner's memory that the reader can read from; 0 of an earlier release means 1
+    max_regions: regions of the owner's memory that the reader can read from; 0 means 1
     """
 
     reader: WorkerRef
     owner: WorkerRef
     layout: KvLayout
-    max_regions: int = 1
+    max_regions: int = 0
     protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def num_readable_regions(self) -> int:
+        """Regions that the reader can read from. One of an earlier release does not say, and reads one."""
+        return max(1, self.max_regions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def from_reader_message(message: pb.ReaderMessage) -> ReaderMessage:
                 reader=c.from_worker_ref(hello.reader),
                 owner=c.from_worker_ref(hello.owner),
                 layout=from_kv_layout(hello.layout),
-                max_regions=max(1, hello.max_regions),
+                max_regions=hello.max_regions,
             )
         case _:
             raise invalid("a reader's message is of no known kind")

@@ -171,7 +171,7 @@ class OwnerService:
     async def _serve_reader(self, stream: PeerStream, hello: PeerHello) -> None:
         incarnation = hello.reader.incarnation
         # before `_send` finds the stream: the reader expects the reply first
-        self._reply(stream, max_regions=hello.max_regions)
+        self._reply(stream, max_regions=hello.num_readable_regions)
         previous = self._streams.get(incarnation)
         self._streams[incarnation] = stream
         stream_number = self.owner.stream_opened()
@@ -192,7 +192,7 @@ class OwnerService:
         reader, now_s = hello.reader, self._now_s()
         match message:
             case Follow():
-                self.owner.follow(reader, message, stream_number, now_s, max_regions=hello.max_regions)
+                self.owner.follow(reader, message, stream_number, now_s, max_regions=hello.num_readable_regions)
             case Renew():
                 self.owner.renew(reader, message, stream_number, now_s)
             case WillRead():
