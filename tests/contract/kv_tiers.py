@@ -17,8 +17,8 @@ from baton.model.device.host_staging import DeviceCopies
 from baton.model.device.kv_tensors import KvCache
 from baton.transfer.backends.host_memory import allocate_private
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
-from baton.worker.tiers.block_copies import BlockCopies, CopyThread, HostCopies
 from baton.worker.tiers.host_tier import HostTier
+from baton.worker.tiers.tier_copies import CopyThread, HostCopies, TierCopies
 from tests import builders
 
 NUM_BLOCKS, NUM_SLOTS = 16, 8
@@ -168,10 +168,10 @@ class GatedRunner:
             self._inner.close()
 
 
-MakeCopies = Callable[[np.ndarray, np.ndarray], BlockCopies]
+MakeCopies = Callable[[np.ndarray, np.ndarray], TierCopies]
 
 
-def _torch_copies(device: np.ndarray, host: np.ndarray) -> BlockCopies:
+def _torch_copies(device: np.ndarray, host: np.ndarray) -> TierCopies:
     return DeviceCopies(KvCache.over(device.reshape(-1).data, LAYOUT), host)
 
 

@@ -42,7 +42,7 @@ class SimTierMemory:
 
 
 class _SimCopies:
-    """Implements `BlockCopies` between two simulated memories."""
+    """Implements `TierCopies` between two simulated memories."""
 
     def __init__(self, device: SimMemory, host: SimMemory) -> None:
         self._device, self._host = device, host

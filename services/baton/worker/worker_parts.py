@@ -29,7 +29,7 @@ from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.host_tier import HostTier
-from baton.worker.tiers.regions import WorkerRegions
+from baton.worker.tiers.worker_regions import WorkerRegions
 
 KV_EVENTS_TTL_S = 30.0
 KV_EVENTS_TTL_HEARTBEATS = 10

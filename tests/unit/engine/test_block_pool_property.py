@@ -54,15 +54,15 @@ class Pools:
         self.step = 0
         self.here: set[bytes] = set()
         self.copying: set[int] = set()
-        self.told: list[int | bytes] = []
+        self.reported: list[int | bytes] = []
         self.expected: list[int | bytes] = []
         self.pool.add_listener(self)
 
     def became_idle(self, block_id: int) -> None:
-        self.told.append(block_id)
+        self.reported.append(block_id)
 
     def withdrawn(self, block_hash: bytes) -> None:
-        self.told.append(block_hash)
+        self.reported.append(block_hash)
 
     def where(self, *states: str) -> list[int]:
         return [i for i, b in enumerate(self.naive) if b.state in states]
@@ -228,7 +228,7 @@ class Pools:
             len(self.where(state)) for state in ("free", "cached", "used", "receiving", "quarantined")
         )
         assert pool.num_allocatable == len(set(self.where("free", "cached")) - self.copying)
-        assert self.told == self.expected
+        assert self.reported == self.expected
         for block in self.naive:
             block.was_reused &= block.block_hash != NO_HASH
         assert [pool.is_reused(i) for i in range(self.num_blocks)] == [b.was_reused for b in self.naive]

@@ -81,7 +81,7 @@ def slots(host_kv_memory: int | None, *, free: int = 1000 * BLOCK, is_host: bool
     )
 
 
-def test_the_default_is_a_share_of_free_memory_beside_a_gpu_and_nothing_on_a_cpu() -> None:
+def test_the_default_is_a_share_of_free_memory_with_a_gpu_and_nothing_on_a_cpu() -> None:
     assert slots(None, free=200 * BLOCK) == 200 * TIER_SHARE
     assert slots(None, free=200 * BLOCK, num_sharing=4) == 200 * TIER_SHARE / 4
     assert slots(None, free=10**6 * BLOCK) == MAX_TIER_RATIO * 100

@@ -25,7 +25,7 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.pull import Pull
-from baton.worker.tiers.regions import WorkerRegions
+from baton.worker.tiers.worker_regions import WorkerRegions
 from tests import builders
 
 NUM_BLOCKS = 64

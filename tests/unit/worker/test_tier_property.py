@@ -22,11 +22,11 @@ from baton.engine.state.engine_config import EngineConfig
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
 from baton.worker.background_tasks import BackgroundTasks
-from baton.worker.tiers.block_copies import HostCopies
 from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.host_tier import HostTier
-from baton.worker.tiers.regions import WorkerRegions
 from baton.worker.tiers.reloads import Reloads
+from baton.worker.tiers.tier_copies import HostCopies
+from baton.worker.tiers.worker_regions import WorkerRegions
 from tests import builders
 from tests.scale import sized
 

@@ -67,8 +67,8 @@ class BlockPool:
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that can be allocated when no step is in flight: free ones and idle cached ones, except those
-        that are being copied out."""
+        """Blocks that can be allocated when no step is in flight: free ones and idle cached ones, except
+        those that are being copied out."""
         return len(self._eviction_queue) - self.num_idle(self._copies.copying)
 
     @property
@@ -314,8 +314,8 @@ class BlockPool:
     def begin_copy(self, block_id: int) -> BlockHash:
         """Keep an idle block from being reallocated until `end_copy`, and return its hash.
 
-        It stays cached, and keeps its place in the order of eviction. Returns NO_HASH, and changes nothing, if
-        the block is in use or has no content.
+        It stays cached, and keeps its place in the order of eviction. Returns NO_HASH, and changes nothing,
+        if the block is in use or has no content.
         """
         if not self._is_idle(block_id) or block_id in self._copies.copying:
             return NO_HASH

@@ -1,4 +1,5 @@
-"""What a pool tells those who copy its blocks to a slower tier, and which content is worth it."""
+"""The sources of copies to a slower tier: blocks that are being copied, content that was reused, and
+listeners."""
 
 from collections.abc import Iterable
 from typing import Protocol

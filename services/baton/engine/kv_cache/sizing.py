@@ -114,8 +114,8 @@ def num_kv_blocks(
 
 
 TIER_SHARE = 0.5
-"""Share of the free host memory that copies of a GPU's KV take by default. The rest is for the page cache, from
-which models are loaded, and for other processes."""
+"""Share of the free host memory that copies of a GPU's KV take by default. The rest is for the page cache,
+from which models are loaded, and for other processes."""
 MAX_TIER_RATIO = 1
 """Most memory that the host tier takes by default, as a multiple of the KV cache. Registering memory with
 transports takes time and pins it."""
@@ -137,8 +137,8 @@ def num_tier_slots(
         return 0 if is_host else budget // layout.block_bytes
     if host_kv_memory > max(0, free):
         raise ConfigError(
-            f"--host-kv-memory is {format_size(host_kv_memory)}; must be at most {max(0, free) >> 20} MiB, which are free "
-            "beside the KV cache"
+            f"--host-kv-memory is {format_size(host_kv_memory)}; must be at most {max(0, free) >> 20} MiB, which are "
+            "free beside the KV cache"
         )
     if 0 < host_kv_memory < layout.block_bytes:
         raise ConfigError(

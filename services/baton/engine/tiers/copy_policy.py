@@ -1,4 +1,4 @@
-"""Decides which idle blocks are copied to a slower tier, how fast, and when reloading is faster than computing.
+"""Decides which idle blocks are copied to a slower tier, how fast, and when a reload pays.
 
 Pure functions of predicted seconds.
 """

@@ -6,8 +6,8 @@ from baton.engine.kv_cache.sizing import num_tier_slots
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backends.host_memory import Bytes
 from baton.worker.device.kv_registration import RegisteredMemory
-from baton.worker.tiers.block_copies import BlockCopies, CopyThread, HostCopies
 from baton.worker.tiers.host_tier import HostTier
+from baton.worker.tiers.tier_copies import CopyThread, HostCopies, TierCopies
 
 MAX_PINNED_TIER_BYTES = 32 << 30
 """Largest host tier that is pinned for faster copies. A larger one would delay the start of a worker."""
@@ -38,7 +38,7 @@ def num_slots_for_worker(
 
 
 def open_host_tier(
-    worker: WorkerRef, registered: RegisteredMemory, *, kv: Bytes | None = None, copies: BlockCopies | None = None
+    worker: WorkerRef, registered: RegisteredMemory, *, kv: Bytes | None = None, copies: TierCopies | None = None
 ) -> HostTier | None:
     """Open the host tier; None if no memory was registered for it.
 

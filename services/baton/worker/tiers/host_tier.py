@@ -18,7 +18,7 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
-from baton.worker.tiers.block_copies import BlockCopies, CopyRunner
+from baton.worker.tiers.tier_copies import CopyRunner, TierCopies
 
 log = get_logger(__name__)
 
@@ -59,7 +59,7 @@ class HostTier:
         num_slots: int,
         block_bytes: int,
         generations: MemoryGenerationTable,
-        copies: BlockCopies,
+        copies: TierCopies,
         runner: CopyRunner,
     ) -> None:
         """Take ownership of `copies` and `runner`. `generations`: of the slots, in memory that peers read."""

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReloadPlan:
-    """What to reload for one prompt.
+    """The blocks to reload for one prompt.
 
     chain: hashes of the blocks of the prefix that is then in the cache
     num_cached_blocks: length of the prefix that is in the cache now

@@ -11,7 +11,7 @@ from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import Bytes
 
 
-class BlockCopies(Protocol):
+class TierCopies(Protocol):
     """Copies blocks between device and host. Each call blocks its thread until the copy is complete."""
 
     def to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ class CopyThread:
 
 
 class HostCopies:
-    """Implements `BlockCopies` for device memory that is host memory: [num_blocks, block_bytes] uint8
+    """Implements `TierCopies` for device memory that is host memory: [num_blocks, block_bytes] uint8
     each."""
 
     def __init__(self, device: Bytes, host: Bytes) -> None:
