@@ -1,9 +1,10 @@
 """Computes the numbers of one worker from the scheduler's view of it."""
 
+from collections.abc import Sequence
 from math import ceil, inf
 
 from baton.core.cluster.cluster_snapshot import WorkerView
-from baton.core.cluster.worker_report import WorkerState
+from baton.core.cluster.worker_report import TierReport, WorkerState
 from baton.scheduler.state.shared_steps import longest_step_s, prefill_share
 from baton.scheduler.state.worker_data import MEASURED_COSTS, NO_COSTS, DerivedState, ReportedState, ReservedState
 from baton.scheduler.state.worker_links import ExpectedLink
@@ -52,10 +53,8 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         ttft_factor=report.target_factors.ttft,
         tpot_factor=report.target_factors.tpot,
         default_link_s_per_byte=link.s_per_byte,
-        reload_s_per_byte=max(
-            (1 / tier.load_bytes_per_s for tier in report.tiers if tier.load_bytes_per_s > 0), default=0.0
-        ),
         default_link_exposed_s=link.exposed_s,
+        reload_s_per_byte=_reload_s_per_byte(report.tiers),
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
         base_step_s=0.0,
@@ -80,6 +79,11 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
     reported.decode_context_s = costs.decode_context_s * costs.decode_factor
     reported.mixed_to_decode_ratio = prefill_factor / costs.decode_factor
     return reported
+
+
+def _reload_s_per_byte(tiers: Sequence[TierReport]) -> float:
+    """Return the reciprocal speed of the slowest tier that was measured; 0 if none was."""
+    return max((1 / tier.load_bytes_per_s for tier in tiers if tier.load_bytes_per_s > 0), default=0.0)
 
 
 def reserved_state(view: WorkerView) -> ReservedState[float]:
