@@ -14,6 +14,7 @@ from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_tier import COPY_BYTES_PER_S
+from baton.worker.tiers.host_tier import MAX_STOP_S
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job
@@ -233,3 +234,23 @@ async def test_schedulers_learn_what_the_tier_holds() -> None:
             )
         assert known[Tier.HOST] == set(host.tier.announced_hashes()) != set()
         assert known[Tier.DEVICE] == set(host.node.pool.announced_hashes())
+
+
+@virtual
+async def test_a_copy_that_never_ends_does_not_keep_the_worker_from_stopping() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        await host.answer(0)
+
+        class Stuck:
+            async def run(self, copy: object, num_bytes: int) -> float:
+                await asyncio.Event().wait()
+                return 0.0
+
+        host.tier._runner = Stuck()
+        await host.answer(1)
+        await asyncio.sleep(1)
+        assert host.tier.counts().busy > 0
+        began_s = asyncio.get_running_loop().time()
+        await simulated.kill("p")
+        assert asyncio.get_running_loop().time() - began_s < 2 * MAX_STOP_S

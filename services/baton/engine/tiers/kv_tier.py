@@ -73,7 +73,7 @@ class KvTier(Protocol):
         """Copy content into own blocks. Returns how many leading ones were copied and verified.
 
         The other blocks hold no valid content. Even if the caller is cancelled, the copy ends before the call
-        does. Raises nothing: content that cannot be read is not loaded.
+        does, unless the device has failed. Raises nothing: content that cannot be read is not loaded.
         """
         ...
 

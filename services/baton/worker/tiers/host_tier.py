@@ -24,6 +24,10 @@ log = get_logger(__name__)
 
 ResultT = TypeVar("ResultT")
 
+MAX_STOP_S = 5.0
+"""Longest wait of a cancelled call for its copy. Calls are cancelled only when the worker stops; a failed
+device may never end its copies, and must not keep the process from ending."""
+
 
 @dataclass(slots=True, kw_only=True)
 class TierTotals:
@@ -191,15 +195,22 @@ class HostTier:
         return took_s
 
     async def _to_its_end(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run `work` until it ends, even if the caller is cancelled: its copy cannot be stopped."""
-        task = asyncio.get_running_loop().create_task(work)
+        """Run `work` until it ends, even if the caller is cancelled: its copy cannot be stopped.
+
+        After `MAX_STOP_S` the device counts as failed, and the cancelled call ends without it.
+        """
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work)
         self._running[task] = None
         task.add_done_callback(self._running.pop)
         cancelled: asyncio.CancelledError | None = None
-        while not task.done():
+        until_s = float("inf")
+        while not task.done() and loop.time() < until_s:
             try:
-                await asyncio.wait((task,))
+                await asyncio.wait((task,), timeout=None if cancelled is None else until_s - loop.time())
             except asyncio.CancelledError as error:
+                if cancelled is None:
+                    until_s = loop.time() + MAX_STOP_S
                 cancelled = error
         if cancelled is not None:
             raise cancelled
