@@ -18,12 +18,14 @@ HASH_BYTES = 64
 """A block hash as an object, with its place in a tuple."""
 PLACEMENT_BYTES = 2048
 """A placement with its reservations and its TPOT SLO at its workers."""
-UNRECORDED_BYTES = 10_240
-"""A decision without a record, and without its query: its answer, choice, outcome, and arrays."""
+UNRECORDED_BYTES = 11_264
+"""A decision without a record, and without its query: its answer, choice, outcome, and arrays, its place in
+the client's session, and why blocks of its prompt are missing."""
 UNRECORDED_WORKER_BYTES = 768
 """A worker in the snapshot and in the candidates of a decision without a record. Its report is shared."""
-DECISION_BYTES = 3072
-"""A decision without inputs: its answer, its outcome and its places in the lists of recent decisions."""
+DECISION_BYTES = 3584
+"""A decision without inputs: its answer, its outcome, its place in the client's session, why blocks of its
+prompt are missing, and its places in the lists of recent decisions."""
 CANDIDATE_BYTES = 1024
 """A recorded candidate with its terms."""
 PACKED_BYTES = 2560

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.core.cluster.decision_record import MissingPrefix, MissingReason, SessionTurn
 from baton.core.cluster.placement import Placement
 from baton.core.ids import DecisionId
 from baton.core.request import LegTimeline, RequestActuals, Slo
@@ -18,6 +19,7 @@ from baton.scheduler.policies import POLICIES
 from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, scheduler_budget
 from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.open_placements import OpenPlacement
+from baton.scheduler.state.session_table import session_of_query
 from tests.builders import query
 from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued
 
@@ -40,11 +42,12 @@ def cluster_of(num_workers: int) -> ClusterState:
 
 
 def decided(state: ClusterState, policy: str, number: int) -> UnrecordedDecision:
-    """Place one request as the scheduler does."""
+    """Place one request as the scheduler does, with all that its record may contain."""
     asking = query(
         request_id=b"r%d" % number,
         num_prompt_tokens=1000,
         slo=Slo(ttft_s=5.0 + number, tpot_s=0.01 + number),
+        session_key=f"session-{number:032}",
         block_hashes=tuple(b"%8d%8d" % (number, block) for block in range(64)),
     )
     rules, cluster = DecisionRules(decision_number=number), state.snapshot(0.0)
@@ -61,6 +64,14 @@ def decided(state: ClusterState, policy: str, number: int) -> UnrecordedDecision
         choice=result.choice,
         cluster=cluster,
         rules=rules,
+        missing=MissingPrefix(
+            num_blocks=1000 + number,
+            reason=MissingReason.EVICTED,
+            worker_id=cluster.workers[0].worker_id,
+            known_blocks=300 + number,
+            ago_s=number / 3,
+        ),
+        session=SessionTurn(turn=300 + number, gap_s=number / 7, median_gap_s=number / 11),
     )
 
 
@@ -133,7 +144,9 @@ def test_charge_of_placements_covers_their_memory(num_workers: int, policy: str)
         for number in range(NUM_DECISIONS):
             decision = decided(state, policy, number)
             assert isinstance(decision.answer, Placement)
-            opened[decision.decision_id] = OpenPlacement(decision.answer, decision.query.num_prompt_tokens)
+            opened[decision.decision_id] = OpenPlacement(
+                decision.answer, decision.query.num_prompt_tokens, session_of_query(decision.query)
+            )
         del decision
         state.snapshot(0.0)
         taken = traced_now()
