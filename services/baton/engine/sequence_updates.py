@@ -165,14 +165,16 @@ class SequenceUpdates:
     def _unpublish_own(self, seq: EngineSequence) -> None:
         """Withdraw the blocks that a failed sequence has computed, but not those that others use.
 
-        Also those that it has freed since, because no layer sees them any more: they are still in the cache.
+        Also those that it has freed since, because no layer sees them any more: they are still in the cache,
+        or in a slower tier.
         """
         pool, begin = self._pool, seq.num_cached_blocks
         held = [block_id for block_id in seq.held_blocks_from(begin) if pool.num_refs(block_id) == 1]
         windowed = range(begin * seq.num_tables, max(seq.first_blocks) * seq.num_tables)
         entries = [entry for entry in windowed if seq.block_table[entry] == NO_BLOCK]
-        cached = (pool.lookup((each,)) for each in hashes_of_entries(seq.hashes, entries, seq.num_tables))
-        freed = [block_id for found in cached for block_id in found if not pool.num_refs(block_id)]
+        hashes = hashes_of_entries(seq.hashes, entries, seq.num_tables)
+        freed = [found for each in hashes if (found := pool.find(each)) is not None and not pool.num_refs(found)]
+        pool.withdraw_copies(hashes)
         pool.ref(freed)
         pool.unpublish([*held, *freed])
         pool.unref(freed)

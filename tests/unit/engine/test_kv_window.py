@@ -276,6 +276,35 @@ def test_no_block_of_a_failed_sequence_stays_in_the_cache(kv_windows: tuple[int,
     rig.assert_clean()
 
 
+class Copied:
+    """Follows a pool, and keeps the content that became idle, until it is withdrawn."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.content: set[bytes] = set()
+
+    def became_idle(self, block_id: int) -> None:
+        self.content.add(self.pool.hash_of(block_id))
+
+    def withdrawn(self, block_hash: bytes) -> None:
+        self.content.discard(block_hash)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 40], ids=["evicted", "cached"])
+def test_no_copy_of_a_block_of_a_failed_sequence_stays_in_a_slower_tier(num_blocks: int) -> None:
+    """Not even of one that the pool has evicted since."""
+    rig = EngineRig(num_blocks=num_blocks, kv_windows=(6,), max_num_batched_tokens=8)
+    copied = Copied(rig.pool)
+    rig.pool.add_listener(copied)
+    rig.executor.failing = lambda part: FAILURE if part.kv_begin >= 24 else None
+    rig.add(sequence_request(1, PROMPT, max_tokens=3))
+    rig.run_until(lambda: len(copied.content) > 2)
+    rig.run()
+    assert rig.ends == {(1, 0): FAILURE}
+    assert copied.content == set()
+    rig.assert_clean()
+
+
 def test_only_needed_blocks_of_each_table_are_pulled() -> None:
     rig = mixed_rig()
     request = rig.add(

@@ -244,6 +244,12 @@ class BlockPool:
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
 
+    def withdraw_copies(self, hashes: Iterable[BlockHash]) -> None:
+        """Withdraw content that may be wrong, and that the pool has evicted, from slower tiers."""
+        for block_hash in hashes:
+            if self._contents.find(block_hash) is None:
+                self._copies.withdrawn(block_hash)
+
     def hashes(self) -> list[BlockHash]:
         """Return the hashes of all content in the pool that belongs to table 0."""
         return self._contents.hashes()
