@@ -153,16 +153,18 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "total", "held", "load_bytes_per_s")
+    __slots__ = ("tier", "total", "held", "load_bytes_per_s", "loading_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     LOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     total: int
     held: int
     load_bytes_per_s: float
-    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ...) -> None: ...
+    loading_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., loading_bytes: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -173,6 +173,7 @@ class WorkerMetrics:
         self._raise_to(self.tier.reloaded_tokens, reloads.totals.reloaded_tokens)
         self._raise_to(self.tier.reloads.labels("complete"), reloads.totals.reloads - reloads.totals.incomplete)
         self._raise_to(self.tier.reloads.labels("incomplete"), reloads.totals.incomplete)
+        self._raise_to(self.tier.late_reloads, reloads.totals.late)
         self._raise_to(self.tier.reload_s, reloads.totals.actual_s)
         self._raise_to(self.tier.predicted_reload_s, reloads.totals.predicted_s)
 

@@ -9,7 +9,7 @@ import os
 import socket
 
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
-from baton.core.cluster.worker_report import WorkerReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import TierReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
@@ -269,8 +269,13 @@ class Worker:
             tokens_per_step=self._draft_speedup.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
-            tiers=() if self.tier is None else (self.tier.report(),),
+            tiers=self._tier_reports(),
         )
+
+    def _tier_reports(self) -> tuple[TierReport, ...]:
+        if self.tier is None or self.reloads is None:
+            return ()
+        return (self.tier.report(self.reloads.num_loading_blocks),)
 
     def debug_state(self) -> dict[str, object]:
         """Return the worker's open jobs, sessions, sequences, blocks and leases, for debugging leaks."""

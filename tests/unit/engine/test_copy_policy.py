@@ -42,6 +42,14 @@ def test_a_reload_must_be_clearly_faster(compute_s: float | None, reload_s: floa
     assert policy.reload_pays(compute_s=compute_s, reload_s=reload_s) is pays
 
 
+@pytest.mark.parametrize(
+    ("compute_s", "wait_s"),
+    [(None, policy.MAX_RELOAD_WAIT_S), (0.4, 0.4), (0.001, policy.MIN_RELOAD_WAIT_S), (60.0, policy.MAX_RELOAD_WAIT_S)],
+)
+def test_a_job_waits_for_its_reload_as_long_as_computing_takes(compute_s: float | None, wait_s: float) -> None:
+    assert policy.reload_wait_s(compute_s) == wait_s
+
+
 @pytest.mark.parametrize("chunk_tokens", [16, 512])
 def test_a_block_is_computed_as_a_part_of_a_chunk(chunk_tokens: int) -> None:
     one_s = policy.block_compute_s(COSTS, 16, chunk_tokens)

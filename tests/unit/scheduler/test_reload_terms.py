@@ -46,6 +46,19 @@ def test_only_what_lasts_longer_than_the_queue_counts() -> None:
     assert reload_s(got) == pytest.approx(max(0.0, 48 * BLOCK_BYTES / 1e8 - predicted(got).queue_s))
 
 
+def test_a_reload_waits_for_those_under_way() -> None:
+    tiers = (TierReport(tier="host", total=20_000, load_bytes_per_s=1e8, loading_bytes=10 * BLOCK_BYTES),)
+    cluster = seen(measured("p", "prefill", tiers=tiers), busy(), p=NUM_BLOCKS)
+    assert reload_s(chosen(with_reloads(cluster, p=48))) == pytest.approx(58 * BLOCK_BYTES / 1e8)
+    assert reload_s(chosen(cluster)) == 0.0
+
+
+def test_blocks_that_a_prompt_cannot_use_are_not_reloaded() -> None:
+    p, usable = measured("p", "prefill", tiers=tier(1e8)), (LONG - 1) // 16
+    cluster = with_reloads(seen(p, busy(), p=usable + 1), p=3)
+    assert reload_s(chosen(cluster)) == pytest.approx(2 * BLOCK_BYTES / 1e8)
+
+
 def test_a_reload_never_costs_more_than_computing() -> None:
     p = measured("p", "prefill", tiers=tier(1.0))
     slow = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=NUM_BLOCKS))

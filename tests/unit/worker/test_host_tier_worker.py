@@ -5,15 +5,18 @@ fails the test.
 """
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Reason
+from baton.core.kv.block_hash import chain
 from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_tier import COPY_BYTES_PER_S
+from baton.worker.jobs.leg import chain_root
 from baton.worker.tiers.host_tier import MAX_STOP_S
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens, pair
@@ -43,6 +46,12 @@ class Host:
         job = decode_job(NUM_TOKENS, **(fields | {"sampling": Sampling(max_tokens=3, ignore_eos=True)} | changes))
         self.gateway.send(job)
         return job
+
+    def hashes_of(self, prompt: int) -> list[bytes]:
+        """Return the hashes of the blocks of a prompt that may come from a cache."""
+        job = decode_job(NUM_TOKENS, request=b"prompt-%d" % prompt)
+        root = chain_root(self.node.worker.layout.model_fingerprint, job.cache_salt, BLOCK)
+        return list(chain(root, job.token_ids, BLOCK))[:NUM_BLOCKS]
 
     async def answer(self, prompt: int, **changes: object) -> dict[str, int]:
         """Send a prompt and check the answer. Returns the cached tokens by tier."""
@@ -133,6 +142,51 @@ async def test_a_job_that_is_cancelled_during_its_reload_leaves_nothing() -> Non
             await host.gateway.failed(job.job)
         await simulated.until_clean()
         assert sum((await host.answer(0)).values()) == NUM_BLOCKS * BLOCK
+
+
+@virtual
+async def test_a_job_does_not_wait_for_a_reload_longer_than_computing_takes() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, num_blocks=80)
+        for prompt in range(5):
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        runner, go_on = host.tier._runner, asyncio.Event()
+
+        class Slow:
+            async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
+                await go_on.wait()
+                return await runner.run(copy, num_bytes)
+
+        host.tier._runner = Slow()
+        began_s = asyncio.get_running_loop().time()
+        assert Tier.HOST.value not in await host.answer(0)
+        assert asyncio.get_running_loop().time() - began_s < 2.0
+        assert host.reloads.totals.late == 1
+        assert host.reloads.num_loading_blocks > 0
+        go_on.set()
+        await simulated.until_clean()
+        assert host.reloads.num_loading_blocks == 0
+
+
+@virtual
+async def test_a_prediction_contains_the_reloads_under_way() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, num_blocks=120)
+        hashes = {prompt: host.hashes_of(prompt) for prompt in range(8)}
+        for prompt in hashes:
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        first, second = (host.reloads.plan(hashes[prompt]) for prompt in (0, 1))
+        assert first is not None
+        assert second is not None
+        host.reloads.start(hashes[0])
+        later = host.reloads.plan(hashes[1])
+        assert later is not None
+        assert later.predicted_s == pytest.approx(first.predicted_s + second.predicted_s)
+        (tier,) = host.node.worker.report(1, ()).tiers
+        assert tier.loading_bytes == len(first.missing) * host.tier.block_bytes
+        await simulated.until_clean()
 
 
 @virtual

@@ -89,12 +89,14 @@ class TierReport:
     tier: a value of `core.kv.kv_events.Tier`, or a tier of a later release.
     total, held: slots, and those with content.
     load_bytes_per_s: measured speed of reloads; 0 if not known yet.
+    loading_bytes: bytes of the reloads under way, which one that begins now waits for.
     """
 
     tier: str
     total: int
     held: int = 0
     load_bytes_per_s: float = 0.0
+    loading_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

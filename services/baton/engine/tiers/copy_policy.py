@@ -16,6 +16,8 @@ MAX_COPYING_SHARE = 0.25
 """Share of the allocatable blocks that may be in a copy out. The others stay available to sequences."""
 RELOAD_GAIN = 1.25
 """Computing must be predicted to take this many times as long as a reload. Predictions are no more exact."""
+MIN_RELOAD_WAIT_S, MAX_RELOAD_WAIT_S = 0.05, 5.0
+"""Bounds of a job's wait for its reload. Shorter waits are within the jitter of an event loop."""
 
 
 def compute_s(costs: StepCostModel, num_tokens: int, context_tokens: int, chunk_tokens: int) -> float:
@@ -58,3 +60,9 @@ def reload_pays(*, compute_s: float | None, reload_s: float | None) -> bool:
     """Return True if blocks should be reloaded rather than computed. Unknown times are no reason not to:
     the first reload measures."""
     return compute_s is None or reload_s is None or compute_s >= RELOAD_GAIN * reload_s
+
+
+def reload_wait_s(compute_s: float | None) -> float:
+    """Return how long a job waits for its reload before it is computed: as long as computing takes, so that a
+    slow reload at most doubles that time."""
+    return MAX_RELOAD_WAIT_S if compute_s is None else min(max(compute_s, MIN_RELOAD_WAIT_S), MAX_RELOAD_WAIT_S)

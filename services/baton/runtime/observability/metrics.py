@@ -321,6 +321,9 @@ class TierMetrics(_Family):
             "reloaded_tokens_total", "Tokens of prompts whose KV was reloaded from a slower tier instead of computed."
         )
         self.reloads = self._counter("reloads_total", "Reloads by outcome: complete, incomplete.", "outcome")
+        self.late_reloads = self._counter(
+            "late_reloads_total", "Jobs that were computed because their reload took longer than that."
+        )
         self.reload_s = self._counter("reload_seconds_total", "Seconds of complete reloads.")
         self.predicted_reload_s = self._counter(
             "predicted_reload_seconds_total", "Seconds that were predicted for the complete reloads."

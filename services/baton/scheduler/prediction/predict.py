@@ -58,7 +58,8 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         if i is not None:
             max_blocks = max_cached_tokens // block_size_tokens.item(i)
             overlap_blocks[i] = min(overlap.num_blocks, max_blocks)
-            reloaded_blocks[i] = min(overlap.num_reloaded_blocks, max_blocks)
+            held, device = overlap.num_held_blocks, overlap.num_held_blocks - overlap.num_reloaded_blocks
+            reloaded_blocks[i] = min(held, max_blocks) - min(device, max_blocks)
             if overlap.num_held_blocks and max_blocks:
                 pullable_blocks[i] = min(overlap.num_held_blocks, max_blocks)
     return Prompt(
@@ -137,10 +138,11 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
 def exposed_reload_s(w: WorkerData[N], reloaded_bytes: N, queue_s: N, saved_s: N) -> N:
     """Predict how much longer than its queue a prompt waits for blocks of a slower tier of its worker.
 
-    The reload begins when the job arrives. If it is slower than computing the same tokens, which takes
-    `saved_s`, the worker computes them.
+    The reload begins when the job arrives, after those under way. If it is slower than computing the same
+    tokens, which takes `saved_s`, the worker computes them.
     """
-    return minimum(maximum(reloaded_bytes * w.reported.reload_s_per_byte - queue_s, 0.0), maximum(saved_s, 0.0))
+    reload_s = w.reported.reload_queued_s + reloaded_bytes * w.reported.reload_s_per_byte
+    return minimum(maximum(reload_s - queue_s, 0.0), maximum(saved_s, 0.0))
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:

@@ -53,6 +53,7 @@ class ReportedState(Generic[N]):
     tpot_factor: N
     default_link_s_per_byte: N  # expected for a peer that was never read from
     reload_s_per_byte: N  # of KV that the worker reloads from a slower tier; 0 if not known
+    reload_queued_s: N  # until the reloads under way have ended
     default_link_exposed_s: N  # the same for what a pull takes beyond its bytes (`Links.exposed_s`)
     cost_source: N  # `NO_COSTS`, `PEER_COSTS` (estimated from other workers) or `MEASURED_COSTS`
     mixed_decode_s: N  # time that the decoding sequences add to a mixed step

@@ -55,6 +55,7 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         default_link_s_per_byte=link.s_per_byte,
         default_link_exposed_s=link.exposed_s,
         reload_s_per_byte=_reload_s_per_byte(report.tiers),
+        reload_queued_s=sum(tier.loading_bytes for tier in report.tiers) * _reload_s_per_byte(report.tiers),
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
         base_step_s=0.0,

@@ -316,16 +316,18 @@ class WorkerReport(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ..., target_step_s: _Optional[float] = ..., ttft_target_factor: _Optional[float] = ..., tpot_target_factor: _Optional[float] = ..., announce_every: _Optional[int] = ..., tokens_per_step: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
 
 class TierReport(_message.Message):
-    __slots__ = ("tier", "total", "held", "load_bytes_per_s")
+    __slots__ = ("tier", "total", "held", "load_bytes_per_s", "loading_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     LOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     total: int
     held: int
     load_bytes_per_s: float
-    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ...) -> None: ...
+    loading_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., loading_bytes: _Optional[int] = ...) -> None: ...
 
 class StepCostModel(_message.Message):
     __slots__ = ("version", "step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s", "prefill_factor", "decode_factor", "mixed_factor", "num_measured", "draft_token_s", "verify_factor")

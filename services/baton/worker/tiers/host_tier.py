@@ -90,14 +90,15 @@ class HostTier:
             s_per_byte = self._store_speed.s_per_byte
         return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
 
-    def report(self) -> TierReport:
-        """Return the state of the tier for schedulers."""
+    def report(self, num_loading_blocks: int) -> TierReport:
+        """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
         counts, block_s = self.counts(), self.load_s(1)
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
             load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
+            loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
     async def measure(self, num_device_blocks: int) -> None:

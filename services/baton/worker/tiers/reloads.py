@@ -1,7 +1,8 @@
 """Reloads prefixes of prompts from a slower tier into the device's prefix cache.
 
 A reload begins when a job arrives, so it runs while the job waits for its turn. A failed one costs only time:
-the engine computes the blocks that are not in the cache.
+the engine computes the blocks that are not in the cache. So does one that is much slower than predicted: the
+job waits for it no longer than computing takes.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.content_index import longest_prefix
-from baton.engine.tiers.copy_policy import compute_s, reload_pays
+from baton.engine.tiers.copy_policy import compute_s, reload_pays, reload_wait_s
 from baton.engine.tiers.kv_tier import KvTier
 from baton.runtime.logging import get_logger
 from baton.worker.background_tasks import BackgroundTasks
@@ -29,7 +30,8 @@ class ReloadPlan:
     num_cached_blocks: length of the prefix that is in the cache now
     needed: hashes of all blocks that a continuation sees, over all block tables, in the order of `entries`
     missing: positions in `needed` of those that are not in the cache
-    predicted_s: time of the reload; None if unknown
+    predicted_s: time of the reload, after those that are under way; None if unknown
+    computed_s: time to compute the same tokens; None if unknown
     """
 
     chain: tuple[BlockHash, ...]
@@ -38,14 +40,21 @@ class ReloadPlan:
     entries: tuple[int, ...]
     missing: tuple[int, ...]
     predicted_s: float | None
+    computed_s: float | None
 
 
 @dataclass(slots=True, kw_only=True)
 class ReloadTotals:
-    """Counters since the start. predicted_s, actual_s: of the reloads that were complete."""
+    """Counters since the start.
+
+    incomplete: reloads that did not load all blocks.
+    late: jobs that have not waited for the end of their reload.
+    predicted_s, actual_s: of the reloads that were complete.
+    """
 
     reloads: int = 0
     incomplete: int = 0
+    late: int = 0
     reloaded_tokens: int = 0
     predicted_s: float = 0.0
     actual_s: float = 0.0
@@ -61,6 +70,12 @@ class Reloads:
         self._engine, self._pool = engine, engine.pool
         self._tier, self._tasks, self._costs = tier, tasks, costs
         self._running: dict[BlockHash, asyncio.Task[None]] = {}  # by the first missing block
+        self._num_loading_blocks = 0
+
+    @property
+    def num_loading_blocks(self) -> int:
+        """Blocks of the reloads under way."""
+        return self._num_loading_blocks
 
     def plan(self, hashes: Sequence[BlockHash]) -> ReloadPlan | None:
         """Return what to reload for a prompt with these leading blocks; None if nothing, or if computing it
@@ -80,15 +95,23 @@ class Reloads:
     async def reload(self, hashes: Sequence[BlockHash]) -> int:
         """Reload what pays. Returns how many blocks of the prefix the cache has gained.
 
-        If the caller is cancelled, the reload goes on: other requests may want the same blocks.
+        Waits for at most `reload_wait_s`. The reload goes on after that, or if the caller is cancelled: other
+        requests may want the same blocks.
         """
-        before = self._pool.lookup_prefix(hashes).num_blocks
         plan = self.plan(hashes)
-        while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
-            await asyncio.wait((running,))
-            plan = self.plan(hashes)
-        if plan is not None:
-            await asyncio.wait((self._start(plan),))
+        if plan is None:
+            return 0
+        before = self._pool.lookup_prefix(hashes).num_blocks
+        try:
+            async with asyncio.timeout(reload_wait_s(plan.computed_s)):
+                while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
+                    await asyncio.wait((running,))
+                    plan = self.plan(hashes)
+                if plan is not None:
+                    await asyncio.wait((self._start(plan),))
+        except TimeoutError:
+            self.totals.late += 1
+            log.warning("prefix_reload_late", num_blocks=len(hashes), predicted_s=plan.predicted_s if plan else None)
         return max(0, self._pool.lookup_prefix(hashes).num_blocks - before)
 
     def start(self, hashes: Sequence[BlockHash]) -> None:
@@ -105,7 +128,7 @@ class Reloads:
         needed = hashes_of_prefix(hashes, pool.windows)
         missing = tuple(index for index, each in enumerate(needed) if pool.find(each) is None)
         costs = self._costs()
-        predicted_s = self._tier.load_s(len(missing))
+        predicted_s = self._tier.load_s(self._num_loading_blocks + len(missing))
         computed_s = None
         if costs is not None:
             chunk_tokens = self._engine.config.max_num_batched_tokens
@@ -119,12 +142,19 @@ class Reloads:
             entries=tuple(entries_from(pool.windows.first_blocks(num_blocks * size), num_blocks)),
             missing=missing,
             predicted_s=predicted_s,
+            computed_s=computed_s,
         )
 
     def _start(self, plan: ReloadPlan) -> asyncio.Task[None]:
-        first = plan.needed[plan.missing[0]]
+        first, num_blocks = plan.needed[plan.missing[0]], len(plan.missing)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._running.pop(first, None)
+            self._num_loading_blocks -= num_blocks
+
         task = self._running[first] = self._tasks.start(self._run(plan), name="kv-reload")
-        task.add_done_callback(lambda _: self._running.pop(first, None))
+        self._num_loading_blocks += num_blocks
+        task.add_done_callback(ended)
         return task
 
     async def _run(self, plan: ReloadPlan) -> None:
@@ -134,7 +164,7 @@ class Reloads:
         missing = [index for index in range(len(plan.needed)) if index not in held]
         pool.ref(held.values())
         receiving = pool.allocate_receiving(len(missing), [plan.entries[index] for index in missing])
-        if receiving is None:
+        if receiving is None or not missing:  # meanwhile others took the free blocks, or computed these
             pool.unref(list(held.values()))
             return
         hashes = [plan.needed[index] for index in missing]
