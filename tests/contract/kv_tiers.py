@@ -110,6 +110,9 @@ class MemoryTier:
             count += 1
         return count
 
+    def count_use(self, block_hash: BlockHash) -> None:
+        """Do nothing: this tier evicts nothing."""
+
     def discard(self, block_hash: BlockHash) -> None:
         if block_hash in self._filling:
             self._filling[block_hash] = False

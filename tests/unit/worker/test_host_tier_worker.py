@@ -190,6 +190,20 @@ async def test_a_prediction_contains_the_reloads_under_way() -> None:
 
 
 @virtual
+async def test_content_that_is_used_again_on_the_device_is_evicted_last_from_the_tier() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        await host.answer(0)
+        await asyncio.sleep(1)
+        slots = host.tier.slots
+        known = [slots.slot_of(each) for each in host.hashes_of(0)]
+        assert any(slot in slots._once for slot in known)
+        await host.answer(0)
+        await asyncio.sleep(1)
+        assert all(slot in slots._reused for slot in known)
+
+
+@virtual
 async def test_a_failed_copy_fails_no_request() -> None:
     async with cluster() as simulated:
         host = await start(simulated)

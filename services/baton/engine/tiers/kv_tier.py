@@ -77,6 +77,11 @@ class KvTier(Protocol):
         """
         ...
 
+    def count_use(self, block_hash: BlockHash) -> None:
+        """Record that a request has found the content on the device: it is evicted last. Unknown content is
+        ignored."""
+        ...
+
     def discard(self, block_hash: BlockHash) -> None:
         """Drop content that may be wrong, also while it is being copied. Unknown content is ignored."""
         ...

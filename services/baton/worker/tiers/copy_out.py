@@ -89,7 +89,11 @@ class CopyOut:
         """Return the block if it is still idle and worth it. One that is in use will become idle again."""
         pool = self._pool
         is_reused = pool.is_reused(block_id)
-        if self._tier.holds(pool.hash_of(block_id)) or not self._is_worth_copying(is_reused=is_reused):
+        if self._tier.holds(pool.hash_of(block_id)):
+            if is_reused:  # it was copied after its first use
+                self._tier.count_use(pool.hash_of(block_id))
+            return None
+        if not self._is_worth_copying(is_reused=is_reused):
             return None
         block_hash = pool.begin_copy(block_id)
         if block_hash == NO_HASH:

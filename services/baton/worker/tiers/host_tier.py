@@ -116,6 +116,10 @@ class HostTier:
     async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
         return await self._to_its_end(self._load(hashes, block_ids))
 
+    def count_use(self, block_hash: BlockHash) -> None:
+        if (slot := self.slots.slot_of(block_hash)) is not None:
+            self.slots.count_use((slot,))
+
     def discard(self, block_hash: BlockHash) -> None:
         self.slots.discard(block_hash)
 
