@@ -11,7 +11,15 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine, EngineConfig, one_token, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.speculation import Speculation
-from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, GrownSequence, PrefillProgress, SequenceOutput
+from baton.engine.state.outcome import (
+    AdmittedSequence,
+    EngineOutcome,
+    GrownSequence,
+    PreemptedSequence,
+    PrefillProgress,
+    ReturningSequence,
+    SequenceOutput,
+)
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import SampledToken, StepPlan
 from tests.builders import BLOCK_SIZE_TOKENS, hashes_of
@@ -38,6 +46,7 @@ class EngineRig:
         tokens_per_step: Callable[[], float] = one_token,
         kv_windows: tuple[int, ...] = (0,),
         announce_every: int = 1,
+        reloads_preempted: bool = False,
         **config: Any,
     ) -> None:
         """kv_windows: of the block tables."""
@@ -67,11 +76,14 @@ class EngineRig:
             clock=clock,
             speculation=speculation,
             tokens_per_step=tokens_per_step,
+            reloads_preempted=reloads_preempted,
         )
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
         self.admissions: dict[int, AdmittedSequence] = {}
         self.growths: list[GrownSequence] = []
+        self.preemptions: list[PreemptedSequence] = []
+        self.returns: list[ReturningSequence] = []
         self.progress: list[PrefillProgress] = []
         self.all_outputs: list[SequenceOutput] = []
 
@@ -112,6 +124,8 @@ class EngineRig:
     def note(self, outcome: EngineOutcome) -> None:
         self.progress.extend(outcome.progress)
         self.growths.extend(outcome.growths)
+        self.preemptions.extend(outcome.preemptions)
+        self.returns.extend(outcome.returns)
         for admission in outcome.admissions:
             assert admission.seq_id not in self.admissions, "admitted twice"
             self.admissions[admission.seq_id] = admission

@@ -77,6 +77,9 @@ class MemoryTier:
     def load_s(self, num_blocks: int) -> float | None:
         return None
 
+    def store_s(self, num_blocks: int) -> float | None:
+        return None
+
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         return await to_its_end(self._store(blocks))
 

@@ -214,6 +214,8 @@ class LegTimeline:
     first_decode_s: duration of the step that produced the first token after the prefill's own.
     decode_s: from the first token to the last.
     num_draft_tokens, num_accepted_tokens: draft tokens that were verified, and those that became output.
+    num_preemptions: how often its samples lost their KV while they ran, because too few blocks were free.
+    num_recomputed_tokens: tokens whose KV was computed again after that. The others came from a cache.
     """
 
     worker_id: str
@@ -234,6 +236,8 @@ class LegTimeline:
     decode_s: float | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from baton.engine.state.engine_config import EngineConfig as EngineConfig
 from baton.engine.state.engine_config import check_possible, no_capacity
 from baton.engine.state.outcome import EngineCounters, EngineOutcome
 from baton.engine.state.require import require
-from baton.engine.state.sequence import SequenceRequest
+from baton.engine.state.sequence import ReloadWait, SequenceRequest
 from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from baton.engine.step_drafts import NO_DRAFT_TOKENS, StepDrafts
@@ -60,6 +60,7 @@ class Engine:
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         speculation: Speculation | None = None,
         tokens_per_step: Callable[[], float] = one_token,
+        reloads_preempted: bool = False,
     ) -> None:
         """Create an engine without sequences. Raises ConfigError if block sizes of pool and config differ.
 
@@ -69,6 +70,8 @@ class Engine:
         speculation: drafts for decoding sequences, which steps verify. None drafts nothing.
         tokens_per_step: returns how many tokens drafts give a sequence now in the time of a step without
             them.
+        reloads_preempted: the caller can reload blocks from a slower tier. Outcomes then name preempted
+            sequences, and each waits for `returned` before it is admitted again.
         """
         if pool.block_size_tokens != config.block_size_tokens:
             raise ConfigError(
@@ -83,7 +86,9 @@ class Engine:
         self._tokens_per_step = tokens_per_step
         self._clock = clock
         self._sequences = SequenceTable()
-        self._allocator = BlockAllocator(config, pool, self._sequences, self.counters)
+        self._allocator = BlockAllocator(
+            config, pool, self._sequences, self.counters, reloads_preempted=reloads_preempted
+        )
         self._next_step_id = 1
         self._deferred: frozenset[int] = frozenset()  # by the last step whose result was applied
         self.drafts = (
@@ -222,6 +227,15 @@ class Engine:
         seq.num_hashed_blocks = seq.num_computed_tokens // self.config.block_size_tokens
         self._updates.append_samples(seq, first_tokens)
 
+    def returned(self, key: int) -> None:
+        """Admit a preempted sequence again (`ReturningSequence`): what could be reloaded is in the cache now.
+
+        Ignored if the sequence has ended.
+        """
+        seq = self._sequences.queue.get(key)
+        if seq is not None and seq.reload is ReloadWait.RUNNING:
+            seq.reload = ReloadWait.ENDED
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def next_step_budget(self) -> StepBudget:
@@ -333,11 +347,15 @@ class Engine:
         outcome = EngineOutcome(
             admissions=tuple(self._allocator.admissions),
             growths=tuple(self._allocator.growths),
+            preemptions=tuple(self._allocator.preemptions),
+            returns=tuple(self._allocator.returns),
             progress=tuple(self._updates.progress),
             outputs=tuple(self._updates.outputs),
         )
         self._allocator.admissions.clear()
         self._allocator.growths.clear()
+        self._allocator.preemptions.clear()
+        self._allocator.returns.clear()
         self._updates.progress.clear()
         self._updates.outputs.clear()
         return outcome

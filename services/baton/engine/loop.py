@@ -47,8 +47,8 @@ class EngineUnhealthy(BatonError):
 class EngineLoop:
     """Runs one engine on one executor, in one event loop.
 
-    `add`, `cancel`, `fail` and `received` may be called at any time. They take effect between steps, in the
-    order of the calls.
+    `add`, `cancel`, `fail`, `received` and `returned` may be called at any time. They take effect between
+    steps, in the order of the calls.
     """
 
     def __init__(
@@ -124,6 +124,10 @@ class EngineLoop:
     def received(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
         """Call `Engine.received` before the next step."""
         self._put(lambda: self.engine.received(seq_id, first_tokens))
+
+    def returned(self, key: int) -> None:
+        """Call `Engine.returned` before the next step."""
+        self._put(lambda: self.engine.returned(key))
 
     def drain(self) -> None:
         """Make `run` return once every sequence has ended. Sequences added until then are still served."""

@@ -223,8 +223,11 @@ class SequenceUpdates:
                 num_cached_tokens=seq.num_cached_tokens or 0,
                 prompt_logprobs=PromptLogprobs.joined(seq.prompt_logprobs) if seq.prompt_logprobs else None,
                 num_draft_tokens=num_drafts,
+                num_preemptions=seq.num_preemptions,
+                num_recomputed_tokens=seq.num_recomputed_tokens,
             )
         )
+        seq.num_preemptions = seq.num_recomputed_tokens = 0
         seq.prompt_logprobs, seq.has_sent_prompt = [], True
 
     def _observe(self, seq: EngineSequence, num_new: int) -> None:

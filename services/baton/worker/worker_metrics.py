@@ -133,11 +133,18 @@ class WorkerMetrics:
             self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
         if worker.tier is not None and worker.reloads is not None:
             self._refresh_tier(worker.tier, worker.reloads)
+        if worker.preempted_kv is not None:
+            for way, number in worker.preempted_kv.totals.chosen.items():
+                self._raise_to(self.tier.preemptions_by_way.labels(way.value), number)
+            for way, seconds in worker.preempted_kv.totals.predicted_s.items():
+                self._raise_to(self.tier.predicted_way_back_s.labels(way.value), seconds)
         self.engine.blocks_held_for_others.set(counts.held_for_others)
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)
         self.engine.waiting_prefill_tokens.set(engine.waiting_prefill_tokens)
         self._raise_to(self.engine.preemptions, engine.counters.preemptions)
+        self._raise_to(self.engine.preempted_tokens, engine.counters.lost_tokens)
+        self._raise_to(self.engine.recomputed_tokens, engine.counters.recomputed_tokens)
         for drafter, drafts in engine.counters.drafts.items():
             self._raise_to(self.engine.draft_tokens.labels(drafter), drafts.verified)
             self._raise_to(self.engine.accepted_draft_tokens.labels(drafter), drafts.accepted)

@@ -36,6 +36,7 @@ from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.preempted_kv import PreemptedKv
 from baton.worker.tiers.reloads import Reloads
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 from baton.worker.worker_parts import (
@@ -82,6 +83,7 @@ class Worker:
             clock=lambda: asyncio.get_running_loop().time(),
             speculation=open_speculation(parts.config.speculate, build_draft_model(parts, self._draft_costs)),
             tokens_per_step=lambda: self._draft_speedup.tokens_per_step,
+            reloads_preempted=parts.tier is not None,
         )
         self.publisher = build_publisher(parts)
         self.tier = parts.tier
@@ -95,6 +97,7 @@ class Worker:
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
+        self.preempted_kv = self._build_preempted_kv()
         self.jobs = JobTable(
             self._build_leg_parts(),
             self.legs,
@@ -113,6 +116,20 @@ class Worker:
         )
         self._lifecycle = self._build_lifecycle()
         self._reporter = self._build_reporter()
+
+    def _build_preempted_kv(self) -> PreemptedKv | None:
+        if self.tier is None or self.copy_out is None or self.reloads is None:
+            return None
+        return PreemptedKv(
+            pool=self.pool,
+            tier=self.tier,
+            copy_out=self.copy_out,
+            reloads=self.reloads,
+            tasks=self.tasks,
+            costs=self._current_costs,
+            chunk_tokens=self.engine.config.max_num_batched_tokens,
+            returned=self.engine_loop.returned,
+        )
 
     def _build_leg_parts(self) -> LegParts:
         parts = self._parts
@@ -313,6 +330,8 @@ class Worker:
 
     def _deliver(self, outcome: EngineOutcome) -> None:
         self.legs.deliver(outcome)
+        if self.preempted_kv is not None:
+            self.preempted_kv.deliver(outcome)
         self._publish_kv_events()
         self._notifier.changed()
 

@@ -183,6 +183,12 @@ def test_accepted_draft_tokens_are_shown_with_the_decode_time() -> None:
     assert "w1 (pid 1): decoded for 35 ms (31 of 40 draft tokens accepted)" in screen
 
 
+def test_preemptions_are_shown_with_the_tokens_that_were_computed_again() -> None:
+    leg = {"worker_id": "w1", "pid": 1, "decode_s": 0.035, "num_preemptions": 2, "num_recomputed_tokens": 1234}
+    screen = shown(decision_record(actuals={**ACTUALS, "legs": [leg]}))
+    assert "w1 (pid 1): decoded for 35 ms, preempted 2 times, computed 1,234 tokens again" in screen
+
+
 def test_unknown_values_are_omitted() -> None:
     assert "  actual     unknown" in shown(decision_record())
     assert "predicted" not in shown(decision_record())

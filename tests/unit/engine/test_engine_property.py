@@ -32,21 +32,23 @@ class World:
     """One engine with random requests, and workers that read its KV, send KV to it, and fail."""
 
     def __init__(self, seed: int, **rig: Any) -> None:
-        """rig: further arguments of `EngineRig`."""
+        """rig: arguments of `EngineRig` that replace random ones, and further ones."""
         self.rng = rng = random.Random(seed)
         max_num_seqs = rng.randint(1, 6)
         kv_windows = WINDOWS[seed % len(WINDOWS)]
+        sizes = {
+            "num_blocks": rng.randint(6, 30) + 4 * (len(kv_windows) - 1),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": rng.randint(max_num_seqs, 24),
+            "max_model_len": rng.randint(30, 60),
+        }
         self.rig = EngineRig(
-            num_blocks=rng.randint(6, 30) + 4 * (len(kv_windows) - 1),
+            **(sizes | rig),
             eos_token_ids=EOS,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.randint(max_num_seqs, 24),
-            max_model_len=rng.randint(30, 60),
             max_waiting_seqs=16,
             kv_windows=kv_windows,
             step_costs=lambda: self.costs,
             clock=lambda: self.now_s,
-            **rig,
         )
         self.requests: dict[int, SequenceRequest] = {}
         self.cancelled: set[tuple[int, int]] = set()  # samples

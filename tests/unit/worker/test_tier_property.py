@@ -19,11 +19,13 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
+from baton.engine.state.outcome import EngineOutcome, PreemptedSequence, ReturningSequence
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.host_tier import HostTier
+from baton.worker.tiers.preempted_kv import PreemptedKv
 from baton.worker.tiers.reloads import Reloads
 from baton.worker.tiers.tier_copies import HostCopies
 from baton.worker.tiers.worker_regions import WorkerRegions
@@ -120,6 +122,17 @@ class World:
         )
         self.reloads = Reloads(engine=engine, tier=self.tier, tasks=self.tasks, costs=lambda: COSTS)
         self.regions = WorkerRegions(self.pool, self.tier.slots)
+        self.num_returning, self.num_returned = 0, 0
+        self.preempted_kv = PreemptedKv(
+            pool=self.pool,
+            tier=self.tier,
+            copy_out=self.copy_out,
+            reloads=self.reloads,
+            tasks=self.tasks,
+            costs=lambda: COSTS,
+            chunk_tokens=16,
+            returned=self.returned,
+        )
 
     def chain(self) -> list[bytes]:
         """Return the hashes of one of four prompts, which share prefixes."""
@@ -178,6 +191,18 @@ class World:
             self.calls.append(asyncio.ensure_future(self.reloads.reload(self.chain())))
         else:
             self.reloads.start(self.chain())
+
+    def returned(self, _: int) -> None:
+        self.num_returned += 1
+
+    def preempt(self) -> None:
+        """Demote the blocks of a prompt that are idle, as of a sequence that was preempted."""
+        preempted = PreemptedSequence(seq_id=0, hashes=tuple(self.chain()))
+        self.preempted_kv.deliver(EngineOutcome(preemptions=(preempted,)))
+
+    def come_back(self) -> None:
+        self.num_returning += 1
+        self.preempted_kv.deliver(EngineOutcome(returns=(ReturningSequence(key=0, hashes=tuple(self.chain())),)))
 
     def spoil(self) -> None:
         """Find that content of the tier is wrong, and withdraw it."""
@@ -293,7 +318,7 @@ class World:
             self.export,
         ]
         actions += [self.reload, self.reload, self.cancel, self.follow, self.read, self.read, self.read]
-        actions += [self.step] * 6 + [self.lapse, self.spoil]
+        actions += [self.step] * 6 + [self.lapse, self.spoil, self.preempt, self.come_back]
         await self.measure()
         for _ in range(num_actions):
             if self.rng.random() < 0.003:
@@ -311,6 +336,7 @@ class World:
         counts = self.pool.counts()
         assert counts.free + counts.cached == counts.total == self.pool.num_allocatable
         assert self.tier.counts().busy == 0
+        assert self.num_returned == self.num_returning
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 6)], ids=["one table", "a table with a window"])

@@ -215,4 +215,7 @@ def _leg(leg: Mapping[str, Any]) -> str:
         drafts = number("num_draft_tokens")
         accepted = f" ({number('num_accepted_tokens'):,.0f} of {drafts:,.0f} draft tokens accepted)" if drafts else ""
         parts.append(f"decoded for {seconds(number('decode_s'))}{accepted}")
+    if preemptions := number("num_preemptions"):
+        recomputed = number("num_recomputed_tokens")
+        parts.append(f"preempted {preemptions:,.0f} times, computed {recomputed:,.0f} tokens again")
     return f"{leg.get('worker_id', '?')} (pid {number('pid'):.0f}): {', '.join(parts) or 'nothing'}"

@@ -12,11 +12,18 @@ from baton.engine.scheduling.block_grants import (
     grant_for_prompt,
     grant_for_pull,
     num_reserved_blocks,
+    usable_hashes,
 )
 from baton.engine.state.block_grant import BlockGrant
 from baton.engine.state.engine_config import EngineConfig
-from baton.engine.state.outcome import AdmittedSequence, EngineCounters, GrownSequence
-from baton.engine.state.sequence import EngineSequence, num_blocks_needed
+from baton.engine.state.outcome import (
+    AdmittedSequence,
+    EngineCounters,
+    GrownSequence,
+    PreemptedSequence,
+    ReturningSequence,
+)
+from baton.engine.state.sequence import EngineSequence, ReloadWait, num_blocks_needed
 from baton.engine.state.sequence_table import SequenceTable
 
 
@@ -27,14 +34,25 @@ class BlockAllocator:
         each source until `release_copies`.
     admissions, growths: admissions, and further blocks of `prefill_only` sequences, since the engine last
         took them.
+    preemptions, returns: the same, with `reloads_preempted` only.
     """
 
     def __init__(
-        self, config: EngineConfig, pool: BlockPool, sequences: SequenceTable, counters: EngineCounters
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        sequences: SequenceTable,
+        counters: EngineCounters,
+        *,
+        reloads_preempted: bool = False,
     ) -> None:
+        """`reloads_preempted`: see `Engine`."""
         self.copies: list[tuple[int, int]] = []
         self.admissions: list[AdmittedSequence] = []
         self.growths: list[GrownSequence] = []
+        self.preemptions: list[PreemptedSequence] = []
+        self.returns: list[ReturningSequence] = []
+        self._reloads_preempted = reloads_preempted
         self._config = config
         self._pool = pool
         self._sequences = sequences
@@ -64,6 +82,7 @@ class BlockAllocator:
           need no tokens in this step, may overtake it.
         - While readers hold more than half of the pool, prefills for readers are skipped, and others overtake
           them.
+        - While a preempted sequence waits for its reload, it keeps blocks and slots set aside.
         """
         scheduled: list[tuple[EngineSequence, int]] = []
         slots = self._config.max_num_seqs - sum(seq.num_slots for seq in self._sequences.admitted())
@@ -77,7 +96,10 @@ class BlockAllocator:
             if seq.num_slots > slots or num_set_aside >= self._pool.num_allocatable:
                 break
             most = min(budget, prompt_rows) if seq.reports_prompt else budget
-            if not most and not seq.waits_for_pull:
+            is_reloading = self._is_reloading(seq, num_set_aside)
+            if is_reloading:
+                slots -= seq.num_slots
+            if is_reloading or (not most and not seq.waits_for_pull):
                 num_set_aside += self._pool.windows.num_blocks_at_once(
                     len(seq.token_ids), self._config.max_num_batched_tokens
                 )
@@ -182,27 +204,49 @@ class BlockAllocator:
         return self._pool.num_refs(block_id) - sum(source == block_id for source, _ in self.copies) > 1
 
     def _preempt(self, seq: EngineSequence) -> None:
+        if self._reloads_preempted:
+            hashes = tuple(seq.hashes[: seq.num_hashed_blocks])
+            self.preemptions.append(PreemptedSequence(seq_id=seq.seq_id, hashes=hashes))
+        seq.num_lost_tokens = seq.num_computed_tokens
+        seq.num_preemptions += 1
+        self._counters.lost_tokens += seq.num_computed_tokens
         self._pool.unref(seq.drop_blocks())
         self._sequences.preempt(seq)
         self._counters.preemptions += 1
 
-    def _give_blocks(self, seq: EngineSequence, num_set_aside: int) -> bool:
-        """Give a queued sequence all blocks of its grant or none.
+    def _is_reloading(self, seq: EngineSequence, num_set_aside: int) -> bool:
+        """Return True while a preempted sequence waits for its reload, which is requested once it would be
+        admitted."""
+        if not self._reloads_preempted or seq.state is not SequenceState.PREEMPTED:
+            return False
+        if seq.reload is ReloadWait.NOT_BEGUN and (grant := self._grant(seq, num_set_aside)) is not None:
+            usable = usable_hashes(seq, self._config.block_size_tokens)
+            if grant.num_cached_blocks < len(usable):
+                seq.reload = ReloadWait.RUNNING
+                self.returns.append(ReturningSequence(key=seq.key, hashes=tuple(usable)))
+        return seq.reload is ReloadWait.RUNNING
+
+    def _grant(self, seq: EngineSequence, num_set_aside: int) -> BlockGrant | None:
+        """Return the blocks that a queued sequence would get; None if too few are free.
 
         Leaves `num_set_aside` blocks, what partly covered prompts need, and the blocks of one token for each
         running sequence that may need them soon.
         """
-        pulled, pool = seq.waits_for_pull, self._pool
-        chunk_tokens = self._config.max_num_batched_tokens
-        grant = grant_for_pull(seq, pool) if pulled else grant_for_prompt(seq, pool, chunk_tokens)
-        missing = len(grant.new_entries)
+        pool, chunk_tokens = self._pool, self._config.max_num_batched_tokens
+        grant = grant_for_pull(seq, pool) if seq.waits_for_pull else grant_for_prompt(seq, pool, chunk_tokens)
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
         spare = spare * pool.windows.num_tables + num_set_aside
         spare += num_reserved_blocks(self._sequences.running.values(), pool, chunk_tokens, grant)
-        if missing + spare > pool.num_allocatable - pool.num_idle(grant.cached):
+        is_free = len(grant.new_entries) + spare <= pool.num_allocatable - pool.num_idle(grant.cached)
+        return grant if is_free else None
+
+    def _give_blocks(self, seq: EngineSequence, num_set_aside: int) -> bool:
+        """Give a queued sequence all blocks of its grant or none."""
+        pulled, pool, grant = seq.waits_for_pull, self._pool, self._grant(seq, num_set_aside)
+        if grant is None:
             return False
         pool.ref(grant.cached)
-        new = (pool.allocate_receiving if pulled else pool.allocate)(missing, grant.new_entries)
+        new = (pool.allocate_receiving if pulled else pool.allocate)(len(grant.new_entries), grant.new_entries)
         if new is None:  # enough blocks are free, but a step in flight may still write to them
             pool.unref(grant.cached)
             return False
@@ -212,6 +256,10 @@ class BlockAllocator:
     def _start(self, seq: EngineSequence, grant: BlockGrant, new: list[int]) -> None:
         is_first = seq.num_cached_tokens is None
         seq.take_blocks(grant, grant.cached + new, self._config.block_size_tokens)
+        num_recomputed = max(0, seq.num_lost_tokens - seq.num_computed_tokens)
+        self._counters.recomputed_tokens += num_recomputed
+        seq.num_recomputed_tokens += num_recomputed
+        seq.num_lost_tokens = 0
         self._sequences.start(seq)
         if is_first:
             self._counters.cached_tokens += seq.num_computed_tokens

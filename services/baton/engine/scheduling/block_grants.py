@@ -9,20 +9,27 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from baton.core.kv.block_hash import num_blocks_for
+from baton.core.kv.block_hash import BlockHash, num_blocks_for
 from baton.core.kv.kv_tables import TableWindows, entries_from, hashes_of_entries
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.block_grant import BlockGrant
 from baton.engine.state.sequence import EngineSequence, max_cached_blocks
 
 
+def usable_hashes(seq: EngineSequence, block_size_tokens: int) -> Sequence[BlockHash]:
+    """Return the hashes of the leading blocks of a sequence that may come from the cache.
+
+    None if the logprobs of its prompt are reported, because every position is then computed.
+    """
+    return seq.hashes[: 0 if seq.reports_prompt else max_cached_blocks(len(seq.token_ids), block_size_tokens)]
+
+
 def grant_for_prompt(seq: EngineSequence, pool: BlockPool, chunk_tokens: int) -> BlockGrant:
     """Return the blocks of a queued sequence that is computed here: cached ones for its prefix, new ones for
     the rest."""
     windows, num_tokens = pool.windows, len(seq.token_ids)
-    most = 0 if seq.reports_prompt else max_cached_blocks(num_tokens, windows.block_size_tokens)
     num_blocks = num_blocks_for(num_tokens, windows.block_size_tokens)
-    prefix = pool.lookup_prefix(seq.hashes[:most])
+    prefix = pool.lookup_prefix(usable_hashes(seq, windows.block_size_tokens))
     covered = num_blocks
     if windows.has_windows:
         covered = min(covered, prefix.num_blocks + num_blocks_for(chunk_tokens, windows.block_size_tokens))

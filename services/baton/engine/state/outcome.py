@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from baton.core.errors import Failure
+from baton.core.kv.block_hash import BlockHash
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.engine.state.step import SampledToken
 
@@ -41,6 +42,28 @@ class GrownSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptedSequence:
+    """A running sequence has lost its blocks, because too few were free. It is queued again.
+
+    hashes: of its full blocks, whose content is still cached until the blocks are reallocated.
+    """
+
+    seq_id: int
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturningSequence:
+    """A preempted sequence could be admitted again. It waits until `Engine.returned` is called with `key`.
+
+    hashes: of the leading blocks that may come from a cache.
+    """
+
+    key: int
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillProgress:
     """Progress of a `prefill_only` sequence.
 
@@ -64,6 +87,7 @@ class SequenceOutput:
     num_cached_tokens: prompt tokens that were found in the cache at the first admission.
     prompt_logprobs: see `TokenDelta`.
     num_draft_tokens: draft tokens that the step has verified. Then all of `tokens` but the last were drafts.
+    num_preemptions, num_recomputed_tokens: since its last output; tokens that were computed again after them.
     """
 
     seq_id: int
@@ -75,6 +99,8 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     num_draft_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +112,27 @@ class EngineOutcome:
 
     admissions: tuple[AdmittedSequence, ...] = ()
     growths: tuple[GrownSequence, ...] = ()
+    preemptions: tuple[PreemptedSequence, ...] = ()
+    returns: tuple[ReturningSequence, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
     outputs: tuple[SequenceOutput, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """True if nothing has happened."""
-        return not (self.admissions or self.growths or self.progress or self.outputs)
+        return not (self._moves or self.progress or self.outputs)
 
     @property
     def only_continues(self) -> bool:
         """True if it has only tokens of samples that neither start nor end with it."""
-        starts = self.admissions or self.growths or self.progress
-        return not starts and all(
+        return not (self._moves or self.progress) and all(
             out.output_index and out.finish is None and out.failure is None for out in self.outputs
         )
+
+    @property
+    def _moves(self) -> bool:
+        """True if a sequence got blocks, has lost them, or waits for `Engine.returned`."""
+        return bool(self.admissions or self.growths or self.preemptions or self.returns)
 
 
 @dataclass(slots=True)
@@ -117,6 +149,8 @@ class EngineCounters:
 
     cached_tokens: prompt tokens found in the cache at first admission. Re-admission after preemption is not
         counted.
+    lost_tokens, recomputed_tokens: tokens whose KV preempted sequences had, and those of them that were not
+        in the cache when the sequence was admitted again.
     mean_output_tokens: moving average of the response length, over all attempts of a request; 0 before the
         first sample has ended. `prefill_only` sequences are not counted.
     drafts: draft tokens by the name of their drafter.
@@ -125,6 +159,8 @@ class EngineCounters:
     steps: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    lost_tokens: int = 0
+    recomputed_tokens: int = 0
     block_copies: int = 0
     ended_samples: int = 0
     mean_output_tokens: float = 0.0

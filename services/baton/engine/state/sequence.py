@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from baton.core.kv.block_hash import BlockHash, TokenIds, chain, num_blocks_for
 from baton.core.kv.kv_tables import NO_BLOCK
@@ -18,6 +19,14 @@ def max_cached_blocks(num_tokens: int, block_size_tokens: int) -> int:
     At least one token is always computed, because its logits are needed.
     """
     return (num_tokens - 1) // block_size_tokens
+
+
+class ReloadWait(Enum):
+    """The wait of a preempted sequence for blocks that are reloaded from a slower tier."""
+
+    NOT_BEGUN = auto()
+    RUNNING = auto()
+    ENDED = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,9 @@ class EngineSequence:
     targets: its latency targets; None if the worker's step costs were unknown when it arrived.
     first_token_s: when its first token here was made, or its pulled KV had arrived; None before.
     num_earlier_tokens: output tokens before that one.
+    num_lost_tokens: `num_computed_tokens` before its last preemption; 0 once it was admitted again.
+    num_preemptions, num_recomputed_tokens: see `SequenceOutput`.
+    reload: whether its return after a preemption has waited for a reload.
     """
 
     __slots__ = (
@@ -111,7 +123,11 @@ class EngineSequence:
         "num_covered_blocks",
         "num_earlier_tokens",
         "num_hashed_blocks",
+        "num_lost_tokens",
+        "num_preemptions",
+        "num_recomputed_tokens",
         "prompt_logprobs",
+        "reload",
         "request",
         "sample_indices",
         "targets",
@@ -146,6 +162,8 @@ class EngineSequence:
         self.num_hashed_blocks = 0
         self.first_blocks: tuple[int, ...] = (0,)
         self.num_covered_blocks = 0
+        self.num_lost_tokens = self.num_preemptions = self.num_recomputed_tokens = 0
+        self.reload = ReloadWait.NOT_BEGUN
         self.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, SequenceState.WAITING)
         self._table: tuple[int, ...] = ()
 

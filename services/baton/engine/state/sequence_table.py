@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from baton.core.state_machines import SequenceState
 from baton.core.step_targets import LatencyTargets
-from baton.engine.state.sequence import EngineSequence, SequenceRequest
+from baton.engine.state.sequence import EngineSequence, ReloadWait, SequenceRequest
 
 
 class SequenceTable:
@@ -66,9 +66,10 @@ class SequenceTable:
         self.running[seq.key] = seq
 
     def preempt(self, seq: EngineSequence) -> None:
-        """Move a running sequence back to the queue."""
+        """Move a running sequence back to the queue. Its return may wait for a reload once more."""
         del self.running[seq.key]
         seq.lifecycle.move(SequenceState.PREEMPTED)
+        seq.reload = ReloadWait.NOT_BEGUN
         self.queue[seq.key] = seq
 
     def fork(self, seq: EngineSequence, sample_index: int) -> EngineSequence:

@@ -61,6 +61,10 @@ class KvTier(Protocol):
         """Return the predicted time to load blocks, from measured copies; None before the first."""
         ...
 
+    def store_s(self, num_blocks: int) -> float | None:
+        """Return the predicted time to store blocks, from measured copies; None before the first."""
+        ...
+
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         """Copy blocks into the tier and return how many were copied.
 

@@ -277,6 +277,11 @@ class EngineMetrics(_Family):
         )
         self.step_tokens = self._counter("step_tokens_total", "Tokens computed in steps.")
         self.preemptions = self._counter("preemptions_total", "Sequences preempted because no blocks were free.")
+        self.preempted_tokens = self._counter("preempted_tokens_total", "Tokens whose KV preempted sequences had.")
+        self.recomputed_tokens = self._counter(
+            "recomputed_tokens_total",
+            "Those of them that were in no cache when the sequence was admitted again, and that were computed again.",
+        )
         self.draft_tokens = self._counter(
             "draft_tokens_total",
             "Draft tokens that decode steps have verified, by drafter: ngram, suffix, grammar, model.",
@@ -321,6 +326,16 @@ class TierMetrics(_Family):
             "reloaded_tokens_total", "Tokens of prompts whose KV was reloaded from a slower tier instead of computed."
         )
         self.reloads = self._counter("reloads_total", "Reloads by outcome: complete, incomplete.", "outcome")
+        self.preemptions_by_way = self._counter(
+            "preemptions_by_way_total",
+            "Preempted sequences by the way their KV was predicted to come back faster: recompute, reload.",
+            "way",
+        )
+        self.predicted_way_back_s = self._counter(
+            "preemption_predicted_seconds_total",
+            "Seconds that were predicted for each way, over the preemptions for which both were known.",
+            "way",
+        )
         self.late_reloads = self._counter(
             "late_reloads_total", "Jobs that were computed because their reload took longer than that."
         )

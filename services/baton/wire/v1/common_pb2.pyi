@@ -254,7 +254,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LegTimeline(_message.Message):
-    __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes", "first_decode_s", "kv_exposed_wait_s", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("worker_id", "pid", "queue_s", "compute_s", "num_computed_tokens", "num_cached_tokens", "kv_wait_s", "kv_transfer_s", "kv_exposed_s", "kv_bytes", "transport", "decode_s", "kv_admission_s", "kv_early_bytes", "first_decode_s", "kv_exposed_wait_s", "num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_recomputed_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,8 @@ class LegTimeline(_message.Message):
     KV_EXPOSED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     queue_s: float
@@ -291,7 +293,9 @@ class LegTimeline(_message.Message):
     kv_exposed_wait_s: float
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ..., kv_exposed_wait_s: _Optional[float] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    num_preemptions: int
+    num_recomputed_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ..., kv_exposed_wait_s: _Optional[float] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class KvComponent(_message.Message):
     __slots__ = ("name", "num_kv_heads", "head_dim", "dtype")

@@ -20,6 +20,8 @@ class DecodeLeg(Leg):
         super().__init__(job, seq_id, parts, output)
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
+        self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
         self._generating_since_s: float | None = None
         self._first_decode_s: float | None = None
 
@@ -43,6 +45,8 @@ class DecodeLeg(Leg):
         if output.num_draft_tokens:
             self._num_draft_tokens += output.num_draft_tokens
             self._num_accepted_tokens += len(output.tokens) - 1
+        self._num_preemptions += output.num_preemptions
+        self._num_recomputed_tokens += output.num_recomputed_tokens
         if self._first_decode_s is None and self._is_from_decode_step(output):
             engine = self._parts.engine
             self._first_decode_s = engine.last_step_ended_s - engine.last_step_started_s
@@ -90,4 +94,6 @@ class LocalDecodeLeg(ComputingLeg, DecodeLeg):
             decode_s=decode_s,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
+            num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
         )

@@ -191,6 +191,8 @@ class PulledDecodeLeg(DecodeLeg):
             decode_s=decode_s,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
+            num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
         )
 
     def _release(self, failure: Failure) -> None:

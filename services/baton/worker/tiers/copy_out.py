@@ -1,12 +1,12 @@
 """Copies idle blocks of the device to a slower tier, in the background.
 
-Blocks at their second use come first, then those that are slow to compute again. Within each group the block
-that became idle first comes first, because it is evicted first.
+Blocks of preempted sequences come first, then those at their second use, then those that are slow to compute
+again. Within each group the block that became idle first comes first, because it is evicted first.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.step_cost import StepCostModel
@@ -41,6 +41,7 @@ class CopyOut:
         self._pool, self._tier = pool, tier
         self._block_bytes, self._chunk_tokens = block_bytes, chunk_tokens
         self._costs, self._is_busy, self._on_stored = costs, is_busy, on_stored
+        self._demoted: OrderedDict[int, None] = OrderedDict()
         self._reused: OrderedDict[int, None] = OrderedDict()
         self._others: OrderedDict[int, None] = OrderedDict()
         self._woken = asyncio.Event()
@@ -49,10 +50,16 @@ class CopyOut:
 
     def became_idle(self, block_id: int) -> None:
         """Consider a block. A replica is left to the worker that it was pulled from."""
-        self._reused.pop(block_id, None)
-        self._others.pop(block_id, None)
+        self._forget(block_id)
         if not self._pool.is_replica(block_id):
             (self._reused if self._pool.is_reused(block_id) else self._others)[block_id] = None
+
+    def demote(self, block_ids: Iterable[int]) -> None:
+        """Copy idle blocks first, in this order, because they will certainly be used again."""
+        for block_id in block_ids:
+            self._forget(block_id)
+            self._demoted[block_id] = None
+        self._wake()
 
     def withdrawn(self, block_hash: BlockHash) -> None:
         self._tier.discard(block_hash)
@@ -77,15 +84,15 @@ class CopyOut:
         """Take the blocks that are copied next, and keep them from being reallocated."""
         batch: list[BlockToStore] = []
         most = max_copied_blocks(self._pool.num_allocatable, self._block_bytes)
-        for queue in (self._reused, self._others):
+        for queue in (self._demoted, self._reused, self._others):
             while queue and len(batch) < most:
                 block_id, _ = queue.popitem(last=False)
-                block = self._to_store(block_id)
+                block = self._to_store(block_id, is_demoted=queue is self._demoted)
                 if block is not None:
                     batch.append(block)
         return batch
 
-    def _to_store(self, block_id: int) -> BlockToStore | None:
+    def _to_store(self, block_id: int, *, is_demoted: bool) -> BlockToStore | None:
         """Return the block if it is still idle and worth it. One that is in use will become idle again."""
         pool = self._pool
         is_reused = pool.is_reused(block_id)
@@ -93,7 +100,7 @@ class CopyOut:
             if is_reused:  # it was copied after its first use
                 self._tier.count_use(pool.hash_of(block_id))
             return None
-        if not self._is_worth_copying(is_reused=is_reused):
+        if not (is_demoted or self._is_worth_copying(is_reused=is_reused)):
             return None
         block_hash = pool.begin_copy(block_id)
         if block_hash == NO_HASH:
@@ -109,6 +116,10 @@ class CopyOut:
             compute_s = block_compute_s(costs, self._pool.block_size_tokens, self._chunk_tokens)
         return is_worth_copying(is_reused=is_reused, compute_s=compute_s, reload_s=self._tier.load_s(1))
 
+    def _forget(self, block_id: int) -> None:
+        for queue in (self._demoted, self._reused, self._others):
+            queue.pop(block_id, None)
+
     def _wake(self) -> None:
-        if self._reused or self._others:
+        if self._demoted or self._reused or self._others:
             self._woken.set()

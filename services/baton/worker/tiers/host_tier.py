@@ -90,6 +90,10 @@ class HostTier:
             s_per_byte = self._store_speed.s_per_byte
         return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
 
+    def store_s(self, num_blocks: int) -> float | None:
+        s_per_byte = self._store_speed.s_per_byte
+        return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
         counts, block_s = self.counts(), self.load_s(1)
