@@ -62,13 +62,13 @@ class FailingAgent:
 def failing_agents() -> Iterator[dict[str, FailingAgent]]:
     """Wrap the agent of each backend that is created meanwhile. Yields the agents by worker id."""
     agents: dict[str, FailingAgent] = {}
-    create = nixl_backend._new_agent
+    create = nixl_backend.new_agent
 
     def wrapped(name: str) -> FailingAgent:
         agents[name.split("@")[0].split("-")[0]] = agent = FailingAgent(create(name))
         return agent
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl_backend, "_new_agent", wrapped)
+        patch.setattr(nixl_backend, "new_agent", wrapped)
         patch.setattr(nixl_thread, "_DOUBT_POLL_S", 0.01)
         yield agents

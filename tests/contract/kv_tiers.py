@@ -1,10 +1,12 @@
 """Builds each implementation of `KvTier` with the device memory that it copies from and to."""
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,8 +17,16 @@ from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.tiers.kv_tier import BlockToStore, KvTier, TierCounts
 from baton.model.device.host_staging import DeviceCopies
 from baton.model.device.kv_tensors import KvCache
-from baton.transfer.backends.host_memory import allocate_private
+from baton.transfer.backends.host_memory import Bytes, allocate_private
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from baton.worker.disk.block_file import BlockFile
+from baton.worker.disk.disk_format import file_shape
+from baton.worker.disk.disk_runner import DiskThreads
+from baton.worker.disk.nixl_payloads import NixlPayloads
+from baton.worker.disk.open_block_file import lock_block_file
+from baton.worker.disk.os_file import OsFile, RawFile
+from baton.worker.disk.payload_io import PayloadIo, PlainPayloads
+from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.tier_copies import CopyThread, HostCopies, TierCopies
 from tests import builders
@@ -63,9 +73,13 @@ class MemoryTier:
 
     def __init__(self, blocks: np.ndarray, faults: Faults) -> None:
         self._blocks, self._faults = blocks, faults
-        self._content: dict[BlockHash, tuple[bool, bytes]] = {}
+        self._content: dict[BlockHash, tuple[BlockToStore, bytes]] = {}
         self._filling: dict[BlockHash, bool] = {}  # False: discarded meanwhile
         self._changes: list[tuple[KvEventKind, BlockHash]] = []
+
+    @property
+    def stores_busy_s(self) -> float:
+        return 0.0
 
     def counts(self) -> TierCounts:
         held, busy = len(self._content), len(self._filling)
@@ -96,7 +110,7 @@ class MemoryTier:
         num_stored = 0
         for block in chosen:
             if self._filling.pop(block.block_hash) and is_complete:
-                self._content[block.block_hash] = (block.is_announced, bytes(self._blocks[block.block_id]))
+                self._content[block.block_hash] = (block, bytes(self._blocks[block.block_id]))
                 if block.is_announced:
                     self._changes.append((KvEventKind.STORED, block.block_hash))
                 num_stored += 1
@@ -120,11 +134,17 @@ class MemoryTier:
         if block_hash in self._filling:
             self._filling[block_hash] = False
         found = self._content.pop(block_hash, None)
-        if found is not None and found[0]:
+        if found is not None and found[0].is_announced:
             self._changes.append((KvEventKind.EVICTED, block_hash))
 
     def announced_hashes(self) -> list[BlockHash]:
-        return [block_hash for block_hash, (is_announced, _) in self._content.items() if is_announced]
+        return [block_hash for block_hash, (block, _) in self._content.items() if block.is_announced]
+
+    async def erase_tenant(self, tenant_root: BlockHash) -> int:
+        erased = [each for each, (block, _) in self._content.items() if block.tenant_root == tenant_root]
+        for block_hash in erased:
+            self.discard(block_hash)
+        return len(erased)
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         events, self._changes = self._changes, []
@@ -206,9 +226,52 @@ async def memory_tier() -> AsyncIterator[Device]:
     yield Device(tier=MemoryTier(blocks, faults), blocks=blocks, faults=faults)
 
 
+class GatedDiskRunner:
+    """A `DiskRunner` without threads."""
+
+    writes_busy_s = 0.0
+
+    async def read(self, job: Callable[[], Any], num_bytes: int) -> Any:
+        return job()
+
+    async def write(self, job: Callable[[], Any], num_bytes: int) -> Any:
+        return job()
+
+    def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def disk_tier(payloads: Callable[[RawFile, Bytes], PayloadIo], *, in_thread: bool) -> AsyncIterator[Device]:
+    faults = Faults()
+    memory = allocate_private(NUM_BLOCKS, LAYOUT.block_bytes)
+    staging = allocate_private(2 * NUM_SLOTS, LAYOUT.block_bytes)
+    shape = replace(file_shape(LAYOUT, 2**20), num_slots=NUM_SLOTS)
+    with tempfile.TemporaryDirectory() as directory:
+        locked = lock_block_file(Path(directory) / "kv", shape)
+        tier = DiskTier(
+            worker=WORKER,
+            store=BlockFile(OsFile(locked.fd), shape, locked.file_id, staging.kv, payloads),
+            block_bytes=LAYOUT.block_bytes,
+            num_rows=staging.num_blocks,
+            copies=HostCopies(memory.kv, staging.kv),
+            copy_runner=GatedRunner(faults, CopyThread() if in_thread else None),
+            disk_runner=DiskThreads() if in_thread else GatedDiskRunner(),
+        )
+        yield Device(tier=tier, blocks=memory.kv, faults=faults)
+        await tier.aclose()
+        tier.slots.check()
+        assert not tier.defects
+    staging.close()
+    memory.close()
+
+
 TIERS: dict[str, Callable[[], Any]] = {
     "memory": memory_tier,
     "host": partial(host_tier, HostCopies, in_thread=True),
     "host-torch": partial(host_tier, _torch_copies, in_thread=True),
     "simulated": partial(host_tier, HostCopies, in_thread=False),
+    "disk": partial(disk_tier, PlainPayloads, in_thread=True),
+    "disk-nixl": partial(disk_tier, NixlPayloads, in_thread=True),
+    "disk-in-loop": partial(disk_tier, PlainPayloads, in_thread=False),
 }

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.transfer.backends import nixl_backend
+from baton.transfer.backends import nixl_agent
 
 CREATE_AN_AGENT = """
 import sys
-from baton.transfer.backends.nixl_backend import _new_agent
-_new_agent("test")
+from baton.transfer.backends.nixl_agent import new_agent
+new_agent("test")
 print(sorted({"torch", "nixl"} & sys.modules.keys()))
 """
 
@@ -39,5 +39,5 @@ def test_build_of_torch_is_read_from_its_version_file(
     if version is not None:
         (tmp_path / "version.py").write_text(version)
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(nixl_backend, "find_spec", lambda _name: spec)
-    assert nixl_backend._torch_has_no_cuda() == expected
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda _name: spec)
+    assert nixl_agent._torch_has_no_cuda() == expected

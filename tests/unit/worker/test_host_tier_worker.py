@@ -17,7 +17,7 @@ from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_tier import COPY_BYTES_PER_S
 from baton.worker.jobs.leg import chain_root
-from baton.worker.tiers.host_tier import MAX_STOP_S
+from baton.worker.tiers.running_calls import MAX_STOP_S
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job

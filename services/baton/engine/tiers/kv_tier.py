@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
 
 
@@ -15,12 +15,14 @@ class BlockToStore:
     block_hash: of its content, see `core.kv.block_hash.table_hash`
     is_announced: schedulers are informed about the content
     is_reused: a second request has used the content; such content is evicted last
+    tenant_root: of the tenant whose content it is, see `core.kv.block_hash.tenant_root`; NO_HASH if unknown
     """
 
     block_id: int
     block_hash: BlockHash
     is_announced: bool = True
     is_reused: bool = False
+    tenant_root: BlockHash = NO_HASH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,12 @@ class KvTier(Protocol):
     @property
     def tier(self) -> Tier:
         """The kind of memory."""
+        ...
+
+    @property
+    def stores_busy_s(self) -> float:
+        """Seconds so far in which stores used memory bandwidth or cores that steps need. Waits for a disk do
+        not count."""
         ...
 
     def counts(self) -> TierCounts:
@@ -88,6 +96,13 @@ class KvTier(Protocol):
 
     def discard(self, block_hash: BlockHash) -> None:
         """Drop content that may be wrong, also while it is being copied. Unknown content is ignored."""
+        ...
+
+    async def erase_tenant(self, tenant_root: BlockHash) -> int:
+        """Drop all content of a tenant, and return how many blocks had any.
+
+        The bytes on a disk are overwritten. Raises OSError if the disk does not allow that.
+        """
         ...
 
     def announced_hashes(self) -> list[BlockHash]:

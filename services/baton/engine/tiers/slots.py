@@ -13,7 +13,8 @@ Content that is never used again thus does not displace what is, and new content
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash
@@ -71,6 +72,19 @@ class TierSlots:
         content = self._content.get(slot)
         return NO_HASH if content is None else content.block_hash
 
+    def has_content(self, slot: int) -> bool:
+        """Return True if a slot has content."""
+        return slot in self._content
+
+    def all_hashes(self) -> Iterator[BlockHash]:
+        """Yield the hashes of all content."""
+        return (content.block_hash for content in self._content.values())
+
+    def hashes_of_tenant(self, tenant_root: BlockHash) -> list[BlockHash]:
+        """Return the hashes of all content of a tenant, with what is being filled."""
+        known = (self._content[slot] if slot in self._content else self._filling[slot] for slot in self._by_hash.values())
+        return [content.block_hash for content in known if content.tenant_root == tenant_root]
+
     def announced_hashes(self) -> list[BlockHash]:
         """Return the hashes of all announced content."""
         return [content.block_hash for content in self._content.values() if content.is_announced]
@@ -82,6 +96,19 @@ class TierSlots:
         return events
 
     # -- filling ---------------------------------------------------------------------------------------------------
+
+    def restore(self, slot: int, block: BlockToStore) -> None:
+        """Give a free slot the content that an earlier process has left there. Content that was restored
+        first is evicted first. Raises ValueError for a slot that is not free, or for known content."""
+        if slot not in self._free or block.block_hash in self._by_hash:
+            raise ValueError(f"slot {slot} is not free, or its content is in another slot; it cannot be restored")
+        del self._free[slot]
+        self._generation_table.begin_generation(slot)
+        self._generation_table.set_hash(slot, block.block_hash)
+        self._content[slot] = block
+        self._by_hash[block.block_hash] = slot
+        self._changed(block, KvEventKind.STORED)
+        self._release(slot)
 
     def begin_fill(self, blocks: Sequence[BlockToStore]) -> dict[int, BlockToStore]:
         """Reallocate slots to copy blocks into. Returns the block of each slot.
@@ -174,12 +201,7 @@ class TierSlots:
             content = self._content.get(slot)
             if content is None or content.is_reused:
                 continue
-            self._content[slot] = BlockToStore(
-                block_id=content.block_id,
-                block_hash=content.block_hash,
-                is_announced=content.is_announced,
-                is_reused=True,
-            )
+            self._content[slot] = replace(content, is_reused=True)
             if slot in self._once:
                 del self._once[slot]
                 self._reused[slot] = None

@@ -6,15 +6,10 @@ the agent.
 
 import asyncio
 import atexit
-import logging
-import re
 import secrets
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +22,7 @@ from baton.transfer.backend import KvDescriptor
 from baton.transfer.backends import ucx
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, HostMemory, KvRegion, anonymous_region
+from baton.transfer.backends.nixl_agent import new_agent
 from baton.transfer.backends.nixl_memory import SEGMENTS, register
 from baton.transfer.backends.nixl_thread import NixlPeer, NixlThread
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
@@ -79,7 +75,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         )
         name = f"{worker}-{secrets.token_hex(4)}"
         events_before = ucx.open_event_fds()
-        agent = _new_agent(name)
+        agent = new_agent(name)
         events = ucx.new_event_fds(events_before)
         regions = [(kv, generation)]
         if tier is not None:
@@ -194,48 +190,3 @@ def _stop_at_exit(thread: "weakref.ref[NixlThread]") -> None:
     if running is not None:
         running.close()
         running.join(_EXIT_S)
-
-
-def _new_agent(name: str) -> Any:
-    """Create an agent without a progress thread. Imports NIXL, which works on Linux only."""
-    with _torch_left_alone():
-        from nixl._api import nixl_agent, nixl_agent_config
-
-    nixl_log = logging.getLogger("nixl")  # its own handler writes to standard output
-    nixl_log.handlers.clear()
-    nixl_log.setLevel(logging.WARNING)
-    nixl_log.propagate = True
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-
-
-@contextmanager
-def _torch_left_alone() -> Iterator[None]:
-    """Keep `nixl` from importing torch, which takes two seconds of processor time.
-
-    `nixl` chooses one of its builds by the CUDA version in torch's version file. If that file names none, as
-    in a CPU build, it imports torch to ask again, and then takes the first of its builds that is installed.
-    Meanwhile an import of torch fails, in other threads, too: workers with a model have imported it before.
-    """
-    if "torch" in sys.modules or not _torch_has_no_cuda():
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # an import raises ImportError, which `nixl` expects
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-
-
-def _torch_has_no_cuda() -> bool:
-    """Return True if torch was built without CUDA, or is not installed. Does not import it.
-
-    False if its version file cannot be read: then `nixl` shall find out.
-    """
-    found = find_spec("torch")
-    if found is None or found.origin is None:
-        return True
-    try:
-        version = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return re.search(r"^cuda\b[^=]*= *['\"]", version, re.MULTILINE) is None

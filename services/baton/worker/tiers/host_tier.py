@@ -1,10 +1,8 @@
 """`HostTier`: the KV blocks that a worker keeps in host memory, which its peers may read, too."""
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 from baton.core.cluster.worker_report import TierReport
 from baton.core.ids import WorkerRef
@@ -18,15 +16,10 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
+from baton.worker.tiers.running_calls import RunningCalls
 from baton.worker.tiers.tier_copies import CopyRunner, TierCopies
 
 log = get_logger(__name__)
-
-ResultT = TypeVar("ResultT")
-
-MAX_STOP_S = 5.0
-"""Longest wait of a cancelled call for its copy. Calls are cancelled only when the worker stops; a failed
-device may never end its copies, and must not keep the process from ending."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +68,11 @@ class HostTier:
         self._copies = copies
         self._runner = runner
         self._store_speed, self._load_speed = CopySpeed(), CopySpeed()
-        self._running: dict[asyncio.Task[Any], None] = {}
+        self._calls = RunningCalls()
+
+    @property
+    def stores_busy_s(self) -> float:
+        return self.totals.store_s
 
     def counts(self) -> TierCounts:
         return self.slots.counts()
@@ -112,13 +109,13 @@ class HostTier:
         """
         count = min(num_device_blocks, self.slots.num_slots, max(1, COPY_BYTES // self.block_bytes))
         for speed in (CopySpeed(), self._store_speed):
-            await self._to_its_end(self._copy(self._copies.to_host, range(count), range(count), speed))
+            await self._calls.to_its_end(self._copy(self._copies.to_host, range(count), range(count), speed))
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
-        return await self._to_its_end(self._store(blocks))
+        return await self._calls.to_its_end(self._store(blocks))
 
     async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
-        return await self._to_its_end(self._load(hashes, block_ids))
+        return await self._calls.to_its_end(self._load(hashes, block_ids))
 
     def count_use(self, block_hash: BlockHash) -> None:
         if (slot := self.slots.slot_of(block_hash)) is not None:
@@ -127,6 +124,12 @@ class HostTier:
     def discard(self, block_hash: BlockHash) -> None:
         self.slots.discard(block_hash)
 
+    async def erase_tenant(self, tenant_root: BlockHash) -> int:
+        hashes = self.slots.hashes_of_tenant(tenant_root)
+        for block_hash in hashes:
+            self.slots.discard(block_hash)
+        return len(hashes)
+
     def announced_hashes(self) -> list[BlockHash]:
         return self.slots.announced_hashes()
 
@@ -134,7 +137,7 @@ class HostTier:
         return self.slots.take_events()
 
     async def aclose(self) -> None:
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._calls.ended()
         self._runner.close()
         self._copies.close()
 
@@ -202,25 +205,3 @@ class HostTier:
             return None
         speed.observe(num_bytes, took_s)
         return took_s
-
-    async def _to_its_end(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run `work` until it ends, even if the caller is cancelled: its copy cannot be stopped.
-
-        After `MAX_STOP_S` the device counts as failed, and the cancelled call ends without it.
-        """
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(work)
-        self._running[task] = None
-        task.add_done_callback(self._running.pop)
-        cancelled: asyncio.CancelledError | None = None
-        until_s = float("inf")
-        while not task.done() and loop.time() < until_s:
-            try:
-                await asyncio.wait((task,), timeout=None if cancelled is None else until_s - loop.time())
-            except asyncio.CancelledError as error:
-                if cancelled is None:
-                    until_s = loop.time() + MAX_STOP_S
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        return task.result()

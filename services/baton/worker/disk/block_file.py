@@ -1,0 +1,232 @@
+"""`BlockFile`: KV blocks in the slots of a file, each with a header that says what it must be.
+
+A payload is only used if its checksum is that of its header. A write that was interrupted at any point leaves
+a slot that is empty, unfinished, or whose checksum is wrong.
+"""
+
+import errno
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.engine.tiers.kv_tier import BlockToStore
+from baton.runtime.failpoints import hit
+from baton.runtime.logging import get_logger
+from baton.transfer.backends.host_memory import Bytes
+from baton.worker.disk.disk_format import (
+    HEADER_BYTES,
+    DiskDefect,
+    FileShape,
+    SlotHeader,
+    SlotState,
+    decode_headers,
+    encode_header,
+    latest_headers,
+    payload_checksum,
+)
+from baton.worker.disk.os_file import RawFile, ShortRead
+from baton.worker.disk.payload_io import PayloadIo, PlainPayloads
+
+log = get_logger(__name__)
+
+_REGION_BYTES = 4 * 2**20
+"""Bytes of headers that are read at a time."""
+
+
+class BlockFile:
+    """The slots of one file. Its methods block; several threads may call them for different slots.
+
+    held: headers of the valid slots at start, the oldest first
+    defects: what was found since the start, by kind
+    """
+
+    def __init__(
+        self,
+        file: RawFile,
+        shape: FileShape,
+        file_id: int,
+        staging: Bytes,
+        payloads: Callable[[RawFile, Bytes], PayloadIo] = PlainPayloads,
+    ) -> None:
+        """Take ownership of `file` and read its headers. Raises OSError if they cannot be read.
+
+        staging: [num_rows, block_bytes] uint8, between which and the slots payloads are copied
+        """
+        self.shape = shape
+        self.num_slots = shape.num_slots
+        self.staging = staging
+        self.defects: Counter[DiskDefect] = Counter()
+        self._file, self._file_id = file, file_id
+        self._payloads = payloads(file, staging)
+        self._lock = threading.Lock()  # headers and `_last_sequence`
+        self._sequences = array("Q", bytes(8 * self.num_slots))
+        self._checksums = array("Q", bytes(8 * self.num_slots))
+        headers: list[SlotHeader] = []
+        for header in self._headers():
+            if isinstance(header, DiskDefect):
+                self.defects[header] += 1
+            else:
+                headers.append(header)
+        self.held, found = latest_headers(headers)
+        self.defects += found
+        self._last_sequence = max((header.sequence for header in headers), default=0)
+        for header in self.held:
+            self._sequences[header.slot] = header.sequence
+            self._checksums[header.slot] = header.payload_checksum
+
+    def sequence(self, slot: int) -> int:
+        """Return the number of the last write of a slot."""
+        return self._sequences[slot]
+
+    def write(self, blocks: Mapping[int, BlockToStore], rows: Sequence[int]) -> None:
+        """Write rows of the staging buffer into slots, in the same order, and make them valid.
+
+        Raises OSError. The slots then have no valid content.
+        """
+        headers = [self._new_header(slot, block) for slot, block in blocks.items()]
+        try:
+            for header in headers:
+                self._write_header(header)
+            self._payloads.write(rows, [self.shape.payload_offset(slot) for slot in blocks])
+            hit("disk.payload_written", num_blocks=len(rows))
+            self._file.sync()
+            hit("disk.payload_synced", num_blocks=len(rows))
+            for header, row in zip(headers, rows, strict=True):
+                checksum = payload_checksum(self.staging[row], header.block_hash)
+                self._write_header(header._replace(state=SlotState.VALID, payload_checksum=checksum))
+                self._checksums[header.slot] = checksum
+        except OSError as error:
+            self.defects[_defect_of_write(error)] += 1
+            for header in headers:
+                with suppress(OSError):
+                    self._write_header(header._replace(state=SlotState.DISCARDED))
+            raise
+
+    def probe(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Write rows into slots without content, and wait for the disk, to measure it. Raises OSError."""
+        try:
+            self._payloads.write(rows, [self.shape.payload_offset(slot) for slot in slots])
+            self._file.sync()
+        except OSError as error:
+            self.defects[_defect_of_write(error)] += 1
+            raise
+
+    def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]:
+        """Read the payloads of slots with these hashes into rows of the staging buffer.
+
+        Returns for each what is wrong with it, or None. The caller counts the defects: the slot may have been
+        given to other content meanwhile.
+        """
+        slots = list(hashes)
+        try:
+            self._payloads.read([self.shape.payload_offset(slot) for slot in slots], rows)
+        except OSError as error:
+            if len(slots) == 1:
+                return [DiskDefect.TRUNCATED if isinstance(error, ShortRead) else DiskDefect.READ_ERROR]
+            return [
+                found for slot, row in zip(slots, rows, strict=True) for found in self.read({slot: hashes[slot]}, [row])
+            ]
+        return [
+            None
+            if payload_checksum(self.staging[row], hashes[slot]) == self._checksums[slot]
+            else DiskDefect.DAMAGED_PAYLOAD
+            for slot, row in zip(slots, rows, strict=True)
+        ]
+
+    def drop(self, sequences: Mapping[int, int]) -> None:
+        """Mark slots as discarded, so that no later process uses their content.
+
+        sequences: by slot, what `sequence` was. A slot that was written since then is left alone. Errors are
+        counted: the content may then be found at the next start.
+        """
+        for slot, sequence in sequences.items():
+            with self._lock:
+                if self._sequences[slot] != sequence:
+                    continue
+            try:
+                header = self._header_of(slot)
+                if header.sequence in (sequence, 0):
+                    self._write_header(header._replace(state=SlotState.DISCARDED, sequence=sequence))
+            except OSError as error:
+                self.defects[_defect_of_write(error)] += 1
+                log.warning("disk_kv_not_discarded", slot=slot, problem=str(error))
+
+    def erase(self, tenant_root: BlockHash) -> int:
+        """Overwrite all slots with content of a tenant, also those that are not valid, and wait for the disk.
+
+        Slots whose tenant is not known are overwritten, too, unless they are valid. Returns how many were.
+        Raises OSError. No slot may be written meanwhile.
+        """
+        zeros, num_erased = bytes(self.shape.slot_bytes), 0
+        for first, region in self._regions():
+            for found in decode_headers(region, self.shape, self._file_id, first):
+                slot = found[0]
+                if isinstance(found, SlotHeader):
+                    is_unknown = found.tenant_root == NO_HASH and found.state is not SlotState.VALID
+                    if found.tenant_root != tenant_root and not is_unknown:
+                        continue
+                self._file.write(zeros, self.shape.payload_offset(slot))
+                self._file.sync()  # before its header, which says whose it is
+                self._file.write(bytes(HEADER_BYTES), self.shape.header_offset(slot))
+                num_erased += 1
+        self._file.sync()
+        return num_erased
+
+    def close(self) -> None:
+        """Sync and release the file."""
+        with suppress(OSError):
+            self._file.sync()
+        self._payloads.close()
+        self._file.close()
+
+    # -- internal --------------------------------------------------------------------------------------------------
+
+    def _regions(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (first slot, its headers and those that follow)."""
+        per_region = _REGION_BYTES // HEADER_BYTES
+        for first in range(0, self.num_slots, per_region):
+            region = bytearray(HEADER_BYTES * min(per_region, self.num_slots - first))
+            self._file.read_into(region, self.shape.header_offset(first))
+            yield first, bytes(region)
+
+    def _headers(self) -> Iterator[SlotHeader | DiskDefect]:
+        for first, region in self._regions():
+            for found in decode_headers(region, self.shape, self._file_id, first):
+                yield found if isinstance(found, SlotHeader) else found[1]
+
+    def _header_of(self, slot: int) -> SlotHeader:
+        """Return the header of a slot as it is in the file; one with sequence 0 if it is not valid."""
+        content = bytearray(HEADER_BYTES)
+        self._file.read_into(content, self.shape.header_offset(slot))
+        for found in decode_headers(bytes(content), self.shape, self._file_id, slot):
+            if isinstance(found, SlotHeader):
+                return found
+        return SlotHeader(slot, SlotState.DISCARDED, 0, NO_HASH, NO_HASH)
+
+    def _new_header(self, slot: int, block: BlockToStore) -> SlotHeader:
+        with self._lock:
+            self._last_sequence += 1
+            self._sequences[slot] = self._last_sequence
+            return SlotHeader(
+                slot=slot,
+                state=SlotState.FILLING,
+                sequence=self._last_sequence,
+                block_hash=block.block_hash,
+                tenant_root=block.tenant_root,
+                is_announced=block.is_announced,
+                is_reused=block.is_reused,
+            )
+
+    def _write_header(self, header: SlotHeader) -> None:
+        with self._lock:
+            if self._sequences[header.slot] == header.sequence:
+                content = encode_header(header, self.shape, self._file_id)
+                self._file.write(content, self.shape.header_offset(header.slot))
+
+
+def _defect_of_write(error: OSError) -> DiskDefect:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return DiskDefect.NO_SPACE if is_full else DiskDefect.WRITE_ERROR

@@ -1,0 +1,87 @@
+"""`NixlPayloads`: copies payloads with NIXL's POSIX backend, which keeps many requests in flight.
+
+With a staging buffer in GPU memory and NIXL's GDS backend the same calls would bypass host memory; that is
+not built.
+"""
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from baton.runtime.logging import get_logger
+from baton.transfer.backends.host_memory import Bytes
+from baton.transfer.backends.nixl_agent import new_agent
+from baton.transfer.backends.nixl_memory import HOST_SEGMENT
+from baton.worker.disk.os_file import OsFile, RawFile, ShortRead
+
+log = get_logger(__name__)
+
+_FILE = "FILE"
+_BACKEND = "POSIX"
+_POLL_S = 0.0002
+"""Pause between two polls of a copy, which gives up the processor."""
+
+
+class NixlPayloads:
+    """Implements `PayloadIo`. One copy at a time, of any number of payloads."""
+
+    def __init__(self, file: RawFile, staging: Bytes) -> None:
+        """Register the file and `staging`, [num_rows, block_bytes] uint8. Raises ImportError without NIXL."""
+        if not isinstance(file, OsFile):
+            raise TypeError("NIXL needs the descriptor of a file")
+        self._file, self._staging = file, staging
+        self._lock = threading.Lock()
+        self._name = f"kv-disk-{secrets.token_hex(4)}"
+        self._agent = new_agent(self._name, [_BACKEND])
+        file_bytes = max(1, _size_of(file))
+        self._registered = [
+            self._agent.register_memory([(staging.ctypes.data, staging.nbytes, 0, "")], HOST_SEGMENT[0], [_BACKEND]),
+            self._agent.register_memory([(0, file_bytes, file.fd, "")], _FILE, [_BACKEND]),
+        ]
+
+    def read(self, offsets: Sequence[int], rows: Sequence[int]) -> None:
+        self._copy("READ", rows, offsets)
+
+    def write(self, rows: Sequence[int], offsets: Sequence[int]) -> None:
+        self._copy("WRITE", rows, offsets)
+
+    def close(self) -> None:
+        with self._lock:
+            for registered in self._registered:
+                self._agent.deregister_memory(registered, [_BACKEND])
+            self._registered.clear()
+
+    def _copy(self, operation: str, rows: Sequence[int], offsets: Sequence[int]) -> None:
+        size, begin = self._staging.shape[1], self._staging.ctypes.data
+        with self._lock:
+            if operation == "READ" and max(offsets) + size > _size_of(self._file):
+                raise ShortRead(f"the file ends before byte {max(offsets) + size}")
+            agent = self._agent
+            local = agent.get_xfer_descs(_ranges([begin + row * size for row in rows], size, 0), HOST_SEGMENT[0])
+            remote = agent.get_xfer_descs(_ranges(offsets, size, self._file.fd), _FILE)
+            try:
+                handle = agent.initialize_xfer(operation, local, remote, self._name, backends=[_BACKEND])
+                try:
+                    state = agent.transfer(handle)
+                    while state == "PROC":
+                        time.sleep(_POLL_S)
+                        state = agent.check_xfer_state(handle)
+                finally:
+                    agent.release_xfer_handle(handle)
+            except Exception as error:  # NIXL's exceptions have no common base
+                raise OSError(f"NIXL could not {operation} {len(rows)} blocks: {type(error).__name__}: {error}") from error
+            if state != "DONE":
+                raise OSError(f"NIXL could not {operation} {len(rows)} blocks: {state}")
+
+
+def _ranges(begins: Sequence[int], size: int, device_id: int) -> Any:
+    return np.array([(begin, size, device_id) for begin in begins], dtype=np.uint64)
+
+
+def _size_of(file: OsFile) -> int:
+    return os.fstat(file.fd).st_size

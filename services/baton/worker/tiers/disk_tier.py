@@ -1,0 +1,328 @@
+"""`DiskTier`: the KV blocks that a worker keeps in a file, where the next process finds them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+from baton.core.cluster.worker_report import TierReport
+from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.engine.tiers.copy_policy import COPY_BYTES
+from baton.engine.tiers.copy_speed import CopySpeed
+from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
+from baton.engine.tiers.load_throughput import LoadThroughput
+from baton.engine.tiers.slots import TierSlots
+from baton.runtime.failpoints import hit
+from baton.runtime.logging import get_logger
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
+from baton.worker.disk.disk_format import DiskDefect, SlotHeader
+from baton.worker.disk.disk_runner import DiskRunner
+from baton.worker.tiers.host_tier import TierTotals
+from baton.worker.tiers.running_calls import MAX_STOP_S, RunningCalls
+from baton.worker.tiers.staging_rows import StagingRows
+from baton.worker.tiers.tier_copies import CopyRunner, TierCopies
+
+log = get_logger(__name__)
+
+STORE_PAUSE_S = 10.0
+"""Time without stores after one that failed: a disk that is full or failing is not better a moment later."""
+MEASURED_BLOCKS = 8
+"""Most blocks that are read or written at start to measure the speed."""
+
+
+class BlockStore(Protocol):
+    """Blocks in the slots of a file, see `worker.disk.block_file.BlockFile`. All methods but `sequence` block."""
+
+    num_slots: int
+    held: list[SlotHeader]
+    defects: "Counter[DiskDefect]"
+
+    def sequence(self, slot: int) -> int: ...
+
+    def probe(self, slots: Sequence[int], rows: Sequence[int]) -> None: ...
+
+    def write(self, blocks: Mapping[int, BlockToStore], rows: Sequence[int]) -> None: ...
+
+    def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]: ...
+
+    def drop(self, sequences: Mapping[int, int]) -> None: ...
+
+    def erase(self, tenant_root: BlockHash) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class DiskTier:
+    """Implements `KvTier` over a file. Peers do not read it.
+
+    Blocks pass through rows of a staging buffer: some are for stores, the others for loads. A load that finds
+    a defect drops the content, counts it, and ends there.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerRef,
+        store: BlockStore,
+        block_bytes: int,
+        num_rows: int,
+        copies: TierCopies,
+        copy_runner: CopyRunner,
+        disk_runner: DiskRunner,
+    ) -> None:
+        """Take ownership of all but the worker's identity. Content that `store` holds can be loaded at once.
+
+        copies: between the device and the rows of the staging buffer, at least 2
+        """
+        self.totals = TierTotals()
+        self.block_bytes = block_bytes
+        self.defects = store.defects
+        self._worker = worker
+        self._generations = MemoryGenerationTable(bytearray(store.num_slots * ENTRY_BYTES), worker.worker_epoch)
+        self.slots = TierSlots(store.num_slots, self._generations)
+        for header in store.held:
+            self.slots.restore(header.slot, _restored(header))
+        self.num_restored = len(store.held)
+        store.held = []  # as large as the index of all slots
+        self._store, self._copies = store, copies
+        self._copy_runner, self._disk_runner = copy_runner, disk_runner
+        num_stored_at_once = num_rows // 2
+        self._store_rows = range(num_stored_at_once)
+        self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
+        self._part_blocks = max(1, min(self._load_rows.num_rows, COPY_BYTES // block_bytes))
+        self._throughput, self._store_speed = LoadThroughput(), CopySpeed()
+        self._stage_s = 0.0
+        self._store_turn = asyncio.Lock()
+        self._store_after_s = 0.0
+        self._calls = RunningCalls()
+
+    @property
+    def stores_busy_s(self) -> float:
+        return self._stage_s + self._disk_runner.writes_busy_s
+
+    def counts(self) -> TierCounts:
+        return self.slots.counts()
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        return self.slots.slot_of(block_hash) is not None
+
+    def load_s(self, num_blocks: int) -> float | None:
+        """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
+        num_bytes = num_blocks * self.block_bytes
+        predicted_s = self._throughput.predicted_s(num_bytes)
+        if predicted_s is None and self._store_speed.s_per_byte is not None:
+            return self._store_speed.s_per_byte * num_bytes
+        return predicted_s
+
+    def store_s(self, num_blocks: int) -> float | None:
+        s_per_byte = self._store_speed.s_per_byte
+        return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+
+    def report(self, num_loading_blocks: int) -> TierReport:
+        """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
+        counts = self.counts()
+        s_per_byte = self._throughput.s_per_byte or self._store_speed.s_per_byte
+        return TierReport(
+            tier=self.tier.value,
+            total=counts.total,
+            held=counts.held,
+            load_bytes_per_s=1 / s_per_byte if s_per_byte else 0.0,
+            loading_bytes=num_loading_blocks * self.block_bytes,
+        )
+
+    async def measure(self) -> None:
+        """Measure the speed: of loads of what an earlier process has left, else of stores to free slots."""
+        hashes = list(islice(self.slots.all_hashes(), min(MEASURED_BLOCKS, self._load_rows.num_rows)))
+        await self._calls.to_its_end(self._load(hashes, None) if hashes else self._probe())
+
+    async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        return await self._calls.to_its_end(self._store_all(blocks))
+
+    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        return await self._calls.to_its_end(self._load(hashes, block_ids))
+
+    def count_use(self, block_hash: BlockHash) -> None:
+        if (slot := self.slots.slot_of(block_hash)) is not None:
+            self.slots.count_use((slot,))
+
+    def discard(self, block_hash: BlockHash) -> None:
+        slot = self.slots.slot_of(block_hash)
+        self.slots.discard(block_hash)
+        if slot is not None:
+            self._drop([slot])
+
+    async def erase_tenant(self, tenant_root: BlockHash) -> int:
+        return await self._calls.to_its_end(self._erase(tenant_root))
+
+    def announced_hashes(self) -> list[BlockHash]:
+        return self.slots.announced_hashes()
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        return self.slots.take_events()
+
+    async def aclose(self) -> None:
+        """Wait up to `MAX_STOP_S`. A disk that does not answer until then is left to the end of the process."""
+        if await self._calls.ended(MAX_STOP_S):
+            await self._disk_runner.write(self._store.close, 0)
+            self._copy_runner.close()
+            self._copies.close()
+        else:
+            log.warning("disk_kv_not_closed", problem="the disk does not answer")
+        self._disk_runner.close()
+
+    # -- stores ----------------------------------------------------------------------------------------------------
+
+    async def _store_all(self, blocks: Sequence[BlockToStore]) -> int:
+        num_stored, at_once = 0, len(self._store_rows)
+        for first in range(0, len(blocks), at_once):
+            async with self._store_turn:
+                num_stored += await self._store_some(blocks[first : first + at_once])
+        return num_stored
+
+    async def _store_some(self, blocks: Sequence[BlockToStore]) -> int:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        if began_s < self._store_after_s:
+            return 0
+        filling = self.slots.begin_fill(blocks)
+        if not filling:
+            return 0
+        rows, num_bytes = self._store_rows[: len(filling)], len(filling) * self.block_bytes
+        is_complete = False
+        try:
+            hit("tier.before_copy", num_blocks=len(filling))
+            stage = partial(self._copies.to_host, [block.block_id for block in filling.values()], rows)
+            self._stage_s += await self._copy_runner.run(stage, num_bytes)
+            await self._disk_runner.write(partial(self._store.write, filling, rows), num_bytes)
+            is_complete = True
+        except Exception as error:  # of the disk, or of the device library
+            log.warning("disk_kv_store_failed", num_blocks=len(filling), problem=f"{type(error).__name__}: {error}")
+            self.totals.failed_copies += 1
+            self._store_after_s = loop.time() + STORE_PAUSE_S if isinstance(error, OSError) else 0.0
+        sequences = {slot: self._store.sequence(slot) for slot in filling}
+        num_stored = self.slots.end_fill(filling, is_complete=is_complete)
+        if is_complete:
+            took_s = loop.time() - began_s
+            self._store_speed.observe(num_bytes, took_s)
+            self.totals.stored_blocks += num_stored
+            self.totals.stored_bytes += num_bytes
+            self.totals.store_s += took_s
+        # Content that was discarded meanwhile has a valid header, and so may what was in the slots before.
+        self._drop([slot for slot in filling if not self.slots.has_content(slot)], sequences)
+        return num_stored
+
+    async def _probe(self) -> int:
+        """Write payloads without headers. Returns how many."""
+        loop = asyncio.get_running_loop()
+        rows = self._store_rows[: min(self.slots.num_slots, MEASURED_BLOCKS)]
+        num_bytes, began_s = len(rows) * self.block_bytes, loop.time()
+        try:
+            async with self._store_turn:
+                await self._disk_runner.write(partial(self._store.probe, rows, rows), num_bytes)
+        except OSError:  # it has been counted
+            return 0
+        self._store_speed.observe(num_bytes, loop.time() - began_s)
+        return len(rows)
+
+    async def _erase(self, tenant_root: BlockHash) -> int:
+        for block_hash in self.slots.hashes_of_tenant(tenant_root):
+            self.slots.discard(block_hash)
+        async with self._store_turn:
+            return await self._disk_runner.write(partial(self._store.erase, tenant_root), 0)
+
+    def _drop(self, slots: Iterable[int], sequences: Mapping[int, int] | None = None) -> None:
+        dropped = {slot: self._store.sequence(slot) if sequences is None else sequences[slot] for slot in slots}
+        if dropped:
+            self._calls.start(self._disk_runner.write(partial(self._store.drop, dropped), 0))
+
+    # -- loads -----------------------------------------------------------------------------------------------------
+
+    async def _load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int] | None) -> int:
+        """Load the leading blocks that are known. block_ids: None loads into the staging buffer only."""
+        slots = self.slots.lookup(hashes if block_ids is None else hashes[: len(block_ids)])
+        if not slots:
+            return 0
+        loop = asyncio.get_running_loop()
+        self.slots.pin(slots)
+        expected = [
+            AnnouncedBlock(index=index, block_id=slot, generation=self.slots.generation(slot), block_hash=hashes[index])
+            for index, slot in enumerate(slots)
+        ]
+        num_bytes, began_s = len(slots) * self.block_bytes, loop.time()
+        self._throughput.begin(num_bytes, began_s)
+        parts = [expected[first : first + self._part_blocks] for first in range(0, len(slots), self._part_blocks)]
+        loaded = await asyncio.gather(*(self._load_part(part, block_ids) for part in parts))
+        num_loaded = self._num_valid(expected, [is_loaded for part in loaded for is_loaded in part])
+        self._throughput.end(num_bytes, sum(map(sum, loaded)) * self.block_bytes, loop.time())
+        if block_ids is not None:
+            self.slots.count_use(slots[:num_loaded])
+            self.totals.loaded_blocks += num_loaded
+            self.totals.loaded_bytes += num_bytes
+            self.totals.load_s += loop.time() - began_s
+        self.slots.unpin(slots)
+        return num_loaded
+
+    async def _load_part(self, part: Sequence[AnnouncedBlock], block_ids: Sequence[int] | None) -> list[bool]:
+        """Read blocks, verify them and copy the good ones to the device. Returns for each whether it was."""
+        num_bytes, loop = len(part) * self.block_bytes, asyncio.get_running_loop()
+        loaded = [False] * len(part)
+        async with self._load_rows.taken(len(part)) as rows:
+            began_s = loop.time()
+            try:
+                hit("tier.before_copy", num_blocks=len(part))
+                hashes = {block.block_id: block.block_hash for block in part}
+                defects = await self._disk_runner.read(partial(self._store.read, hashes, rows), num_bytes)
+                for block, defect in zip(part, defects, strict=True):
+                    if defect is not None:
+                        self._found(block, defect)
+                good = [index for index, defect in enumerate(defects) if defect is None]
+                if block_ids is not None and good:
+                    into = [block_ids[part[index].index] for index in good]
+                    copy = partial(self._copies.to_device, [rows[index] for index in good], into)
+                    await self._copy_runner.run(copy, len(good) * self.block_bytes)
+            except Exception as error:  # errors of the device library
+                log.warning("disk_kv_load_failed", num_blocks=len(part), problem=f"{type(error).__name__}: {error}")
+                self.totals.failed_copies += 1
+                return loaded
+            self._throughput.observe_part(loop.time() - began_s)
+        for index in good:
+            loaded[index] = True
+        return loaded
+
+    def _found(self, block: AnnouncedBlock, defect: DiskDefect) -> None:
+        """Drop content whose payload is not as its header says, unless it was dropped while it was read."""
+        if not self._is_valid(block):
+            return
+        log.warning("disk_kv_defect_found", defect=defect.value, slot=block.block_id)
+        self.defects[defect] += 1
+        self.totals.invalid_blocks += 1
+        self.discard(block.block_hash)
+
+    def _num_valid(self, expected: Sequence[AnnouncedBlock], loaded: Sequence[bool]) -> int:
+        """Return how many leading blocks were loaded and are still what they were before."""
+        for count, (block, is_loaded) in enumerate(zip(expected, loaded, strict=True)):
+            if not is_loaded or not self._is_valid(block):
+                return count
+        return len(expected)
+
+    def _is_valid(self, block: AnnouncedBlock) -> bool:
+        entry = self._generations.entry(block.block_id)
+        return mismatch((block,), (entry,), self._worker.worker_epoch) is None
+
+
+def _restored(header: SlotHeader) -> BlockToStore:
+    """Return the content of a slot. Its device block is not known."""
+    return BlockToStore(
+        block_id=0,
+        block_hash=header.block_hash,
+        is_announced=header.is_announced,
+        is_reused=header.is_reused,
+        tenant_root=header.tenant_root,
+    )
