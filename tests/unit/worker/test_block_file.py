@@ -1,0 +1,238 @@
+"""`BlockFile` and the file that a worker finds: content, other shapes, locks, modes, tenants."""
+
+import errno
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import ConfigError
+from baton.core.kv.kv_layout import KvLayout
+from baton.worker.disk import open_block_file
+from baton.worker.disk.disk_format import DiskDefect, SlotState, encode_header, file_shape
+from tests import builders
+from tests.unit.worker.disk_rig import (
+    NUM_SLOTS,
+    SHAPE,
+    TENANTS,
+    Opened,
+    block,
+    content_of,
+    hash_of,
+    image_of,
+    payload_at,
+)
+
+
+def written(directory: Path, numbers: dict[int, int]) -> Path:
+    opened = Opened(directory)
+    opened.write(numbers)
+    opened.close()
+    return opened.path
+
+
+def test_content_is_there_after_a_restart_in_the_order_of_writes(tmp_path: Path) -> None:
+    written(tmp_path, {5: 1, 0: 2})
+    written(tmp_path, {3: 3})
+    opened = Opened(tmp_path)
+    assert [(header.slot, header.block_hash) for header in opened.file.held] == [
+        (5, hash_of(1)),
+        (0, hash_of(2)),
+        (3, hash_of(3)),
+    ]
+    assert len(opened.load_all()) == 3
+    assert not opened.file.defects
+
+
+def test_flags_and_tenant_of_a_block_are_kept(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    opened.file.write({1: replace(block(7), is_announced=False, is_reused=True)}, [0])
+    opened.close()
+    (header,) = Opened(tmp_path).file.held
+    assert (header.is_announced, header.is_reused, header.tenant_root) == (False, True, TENANTS[1])
+
+
+def test_the_later_of_two_headers_with_one_hash_counts(tmp_path: Path) -> None:
+    written(tmp_path, {1: 9})
+    written(tmp_path, {4: 9})
+    opened = Opened(tmp_path)
+    assert opened.load_all() == {4: hash_of(9)}
+    assert opened.file.defects == {DiskDefect.DUPLICATE: 1}
+
+
+def test_two_workers_never_share_a_file(tmp_path: Path) -> None:
+    first, second = Opened(tmp_path), Opened(tmp_path)
+    assert first.path != second.path
+    second.write({0: 2})
+    second.close()
+    again = Opened(tmp_path)
+    assert again.path == second.path
+    assert again.load_all() == {0: hash_of(2)}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(SHAPE, model=b"another-model---"),
+        replace(SHAPE, layout=b"another-layout--"),
+        replace(SHAPE, num_slots=NUM_SLOTS - 1),
+        replace(SHAPE, block_bytes=SHAPE.block_bytes + 1),
+    ],
+    ids=["model", "layout", "size", "block"],
+)
+def test_a_foreign_file_is_emptied(shape: object, tmp_path: Path) -> None:
+    written(tmp_path, {slot: slot + 1 for slot in range(NUM_SLOTS)})
+    opened = Opened(tmp_path, shape)  # type: ignore[arg-type]
+    assert opened.file.defects == {DiskDefect.FOREIGN_FILE: 1}
+    assert not opened.file.held
+    opened.close()
+    assert content_of(hash_of(1)) not in image_of(opened.path)
+
+
+def test_a_worker_prefers_a_file_of_its_own_shape(tmp_path: Path) -> None:
+    foreign = Opened(tmp_path, replace(SHAPE, model=b"another-model---"))
+    own = Opened(tmp_path)
+    own.write({0: 1})
+    foreign.close()
+    own.close()
+    again = Opened(tmp_path)
+    assert again.load_all() == {0: hash_of(1)}
+    assert not again.file.defects
+
+
+def test_a_header_of_another_model_in_the_same_file_is_counted(tmp_path: Path) -> None:
+    path = written(tmp_path, {0: 1, 1: 2})
+    opened = Opened(tmp_path)
+    (_, header) = opened.file.held
+    other = encode_header(header, replace(SHAPE, model=b"another-model---"), opened.file._file_id)
+    opened.close()
+    with path.open("r+b") as file:
+        file.seek(SHAPE.header_offset(1))
+        file.write(other)
+    again = Opened(tmp_path)
+    assert again.load_all() == {0: hash_of(1)}
+    assert again.file.defects == {DiskDefect.FOREIGN_HEADER: 1}
+
+
+def test_headers_of_an_emptied_file_are_not_valid_in_the_next(tmp_path: Path) -> None:
+    path = written(tmp_path, {0: 1})
+    image = image_of(path)
+    path.write_bytes(bytes(100))
+    Opened(tmp_path).close()
+    with path.open("r+b") as file:
+        file.seek(SHAPE.header_offset(0))
+        file.write(image[SHAPE.header_offset(0) :])
+    again = Opened(tmp_path)
+    assert not again.load_all()
+    assert again.file.defects == {DiskDefect.DAMAGED_HEADER: 1}
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    path = written(tmp_path / "new" / "kv", {0: 1})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.chmod(0o644)
+    Opened(path.parent).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_is_shorter_than_its_slots_is_repaired(tmp_path: Path) -> None:
+    path = written(tmp_path, {0: 1, 7: 2})
+    os.truncate(path, SHAPE.payload_offset(7) + 10)
+    opened = Opened(tmp_path)
+    assert opened.load_all() == {0: hash_of(1)}
+    assert opened.file.defects == {DiskDefect.TRUNCATED: 1, DiskDefect.DAMAGED_PAYLOAD: 1}
+    opened.write({7: 3})
+    opened.close()
+    assert Opened(tmp_path).load_all() == {0: hash_of(1), 7: hash_of(3)}
+
+
+def test_a_file_that_is_truncated_while_it_is_used_is_noticed(tmp_path: Path) -> None:
+    written(tmp_path, {0: 1, 7: 2})
+    opened = Opened(tmp_path)
+    os.truncate(opened.path, SHAPE.payload_offset(7))
+    hashes = {header.slot: header.block_hash for header in opened.file.held}
+    assert opened.file.read(hashes, [0, 1]) == [None, DiskDefect.TRUNCATED]
+
+
+def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "kv-0.baton").symlink_to(tmp_path / "target")
+    with pytest.raises((ConfigError, OSError)):
+        Opened(tmp_path)
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--disk-kv .*file.* cannot be used"):
+        Opened(tmp_path / "file")
+
+
+def test_a_disk_that_is_full_at_start_gets_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, num_bytes: int) -> None:
+        os.truncate(fd, num_bytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(open_block_file, "_allocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Opened(tmp_path)
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
+
+
+# -- dropped and erased content ------------------------------------------------------------------------------------
+
+
+def test_dropped_content_does_not_come_back(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    opened.write({0: 1, 1: 2})
+    opened.file.drop({0: opened.file.sequence(0)})
+    opened.close()
+    assert Opened(tmp_path).load_all() == {1: hash_of(2)}
+
+
+def test_a_late_drop_leaves_newer_content_alone(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    opened.write({0: 1})
+    before = opened.file.sequence(0)
+    opened.write({0: 2})
+    opened.file.drop({0: before})
+    opened.close()
+    assert Opened(tmp_path).load_all() == {0: hash_of(2)}
+
+
+def test_erased_content_is_overwritten_whatever_its_state(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    opened.write({0: 1, 1: 2, 2: 3, 3: 4, 4: 5})
+    opened.file.drop({2: opened.file.sequence(2)})
+    headers = {header.slot: header for header in Opened(tmp_path).file.held}
+    assert not headers
+    unfinished = opened.file._new_header(5, block(7))
+    opened.raw.write(content_of(hash_of(7)), SHAPE.payload_offset(5))
+    opened.file._write_header(unfinished)
+    opened.raw.write(b"x" * 50, SHAPE.header_offset(4))
+    assert opened.file.erase(TENANTS[1]) == 4
+    image = image_of(opened.path)
+    assert [any(payload_at(image, slot)) for slot in range(6)] == [False, True, False, True, False, False]
+    opened.close()
+    again = Opened(tmp_path)
+    assert again.load_all() == {1: hash_of(2), 3: hash_of(4)}
+    assert not again.file.defects
+
+
+# -- the format ----------------------------------------------------------------------------------------------------
+
+
+def test_the_shape_of_a_file_is_that_of_its_layout_and_size() -> None:
+    layout = builders.layout()
+    shape = file_shape(layout, 10 * 2**20)
+    assert shape.file_bytes <= 10 * 2**20 < replace(shape, num_slots=shape.num_slots + 2).file_bytes
+    assert file_shape(layout, 10 * 2**20) == shape
+    assert file_shape(layout, 100).num_slots == 0
+    others: list[KvLayout] = [replace(layout, model_fingerprint="other"), builders.layout(block_size_tokens=8)]
+    assert all(file_shape(other, 10 * 2**20) != shape for other in others)
+
+
+def test_states_fit_into_the_flags() -> None:
+    assert all(0 < state.value < 4 for state in SlotState)
