@@ -99,7 +99,8 @@ class SequenceUpdates:
             for entry in range(index * num_tables, (index + 1) * num_tables):
                 self._pool.set_hash(seq.block_table[entry], block_hash)
             seq.num_hashed_blocks = index + 1
-        self._pool.announce(seq.hashes, begin, seq.num_hashed_blocks, is_end=False)
+        tenant_root = seq.request.tenant_root
+        self._pool.announce(seq.hashes, begin, seq.num_hashed_blocks, is_end=False, tenant_root=tenant_root)
         if self._pool.windows.has_windows:
             self._pool.unref(seq.drop_blocks_before(self._pool.windows.first_blocks(seq.num_computed_tokens)))
         if seq.request.prefill_only:
@@ -112,7 +113,8 @@ class SequenceUpdates:
         """
         by_sample = {token.sample_index: token for token in tokens}
         if seq.first_token_s is None:  # the prompt is there, in part from the cache
-            self._pool.announce(seq.hashes, 0, seq.num_hashed_blocks, is_end=True)
+            tenant_root = seq.request.tenant_root
+            self._pool.announce(seq.hashes, 0, seq.num_hashed_blocks, is_end=True, tenant_root=tenant_root)
         unfinished: list[SampledToken] = []
         for sample_index in seq.sample_indices:
             token = by_sample[sample_index]

@@ -20,6 +20,7 @@ from baton.gateway.gateway_service import GatewayService
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.runtime.config.settings import ClusterConfig, WorkerConfig
 from baton.scheduler.scheduler_service import Scheduler
+from baton.sim.sim_disk import SimDisk
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_network import Delays, SimNetwork
@@ -94,6 +95,7 @@ class SimCluster(InProcessCluster):
         self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
         self.stores = SimStores(Random(rng.getrandbits(64)), lambda: running_loop().now_s)
         self.memories: dict[str, SimMemory] = {}
+        self.disks: dict[str, SimDisk] = {}
         self.draft_executors: dict[str, SimExecutor] = {}
         self.gateways: dict[str, GatewayService] = {}
         self.schedulers: dict[str, Scheduler] = {}
@@ -203,6 +205,10 @@ class SimCluster(InProcessCluster):
         )
         num_slots = (config.host_kv_memory or 0) // layout.block_bytes
         tier = SimTierMemory.of(worker, num_slots, config.block_size_tokens) if num_slots else None
+        num_disk_slots = (config.disk_kv_size or 0) // layout.block_bytes
+        if num_disk_slots and worker.worker_id not in self.disks:
+            self.disks[worker.worker_id] = SimDisk(num_disk_slots, config.block_size_tokens)
+        disk = self.disks.get(worker.worker_id)
         backend = SimTransferBackend(
             fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations, tier=tier
         )
@@ -231,6 +237,7 @@ class SimCluster(InProcessCluster):
             constraints=constraints,
             costs=model.step.model,
             tier=None if tier is None else tier.open(worker, memory, layout.block_bytes),
+            disk=None if disk is None else disk.open(worker, memory, layout.block_bytes),
             draft=self._draft_device(worker.worker_id, engine_config) if WorkerRole(config.role).can_decode else None,
             close=backend.kill,
         )

@@ -36,12 +36,12 @@ class SimTierMemory:
             num_slots=self.memory.num_blocks,
             block_bytes=block_bytes,
             generations=self.generations,
-            copies=_SimCopies(device, self.memory),
-            runner=_SimRunner(),
+            copies=SimCopies(device, self.memory),
+            runner=SimCopyRunner(),
         )
 
 
-class _SimCopies:
+class SimCopies:
     """Implements `TierCopies` between two simulated memories."""
 
     def __init__(self, device: SimMemory, host: SimMemory) -> None:
@@ -59,7 +59,7 @@ class _SimCopies:
         """Do nothing: the memories are Python objects."""
 
 
-class _SimRunner:
+class SimCopyRunner:
     """Implements `CopyRunner`: one copy at a time, each at `COPY_BYTES_PER_S`.
 
     It goes on while the process of the worker is paused, as its device does.

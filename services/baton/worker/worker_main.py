@@ -328,6 +328,7 @@ async def _build_worker(
             cost_store=stores.costs,
             costs_key=device.costs_key,
             tier=device.tier,
+            disk=device.disk,
             draft=device.draft,
             draft_costs=await initial_step_costs(device.draft, stores.costs, observed.health),
             tracing=tracing,

@@ -14,6 +14,8 @@ from baton.core.kv.kv_events import Tier
 from baton.core.kv.kv_layout import KvLayout
 from baton.engine.state.step import Executor, StepPlan, StepResult
 from baton.runtime.observability.metrics import EngineMetrics, TierMetrics, TransferMetrics
+from baton.worker.disk.disk_format import DiskDefect
+from baton.worker.tiers.disk_tier import DiskTier
 
 if TYPE_CHECKING:
     from baton.worker.tiers.host_tier import HostTier
@@ -131,8 +133,13 @@ class WorkerMetrics:
         counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
         for state in ("free", "used", "cached", "receiving", "quarantined"):
             self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
-        if worker.tier is not None and worker.reloads is not None:
-            self._refresh_tier(worker.tier, worker.reloads)
+        for tier in worker.tiers:
+            self._refresh_tier(tier)
+            if isinstance(tier, DiskTier):
+                for defect in DiskDefect:
+                    self._raise_to(self.tier.disk_defects.labels(defect.value), tier.defects[defect])
+        if worker.reloads is not None:
+            self._refresh_reloads(worker.reloads)
         if worker.preempted_kv is not None:
             for way, number in worker.preempted_kv.totals.chosen.items():
                 self._raise_to(self.tier.preemptions_by_way.labels(way.value), number)
@@ -164,7 +171,7 @@ class WorkerMetrics:
             self._raise_to(self.transfer.unexpected_messages.labels(kind), getattr(owner, kind))
         self.pulls.forget_gone({link.peer for link in worker.reader.links()})
 
-    def _refresh_tier(self, tier: HostTier, reloads: Reloads) -> None:
+    def _refresh_tier(self, tier: HostTier | DiskTier) -> None:
         counts, name, totals = tier.counts(), tier.tier.value, tier.totals
         for state, number in (("free", counts.free), ("cached", counts.held), ("used", counts.busy)):
             self.engine.blocks.labels(name, state).set(number)
@@ -177,6 +184,8 @@ class WorkerMetrics:
             self._raise_to(self.tier.copy_s.labels(name, direction), seconds)
         self._raise_to(self.tier.failed_copies.labels(name), totals.failed_copies)
         self._raise_to(self.tier.invalid_blocks.labels(name), totals.invalid_blocks)
+
+    def _refresh_reloads(self, reloads: Reloads) -> None:
         self._raise_to(self.tier.reloaded_tokens, reloads.totals.reloaded_tokens)
         self._raise_to(self.tier.reloads.labels("complete"), reloads.totals.reloads - reloads.totals.incomplete)
         self._raise_to(self.tier.reloads.labels("incomplete"), reloads.totals.incomplete)

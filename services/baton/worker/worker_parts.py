@@ -28,6 +28,7 @@ from baton.worker.device.worker_device import DraftDevice
 from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.worker_regions import WorkerRegions
 
@@ -45,7 +46,7 @@ class WorkerParts:
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
-    tier: the host tier of the KV; None: there is none
+    tier, disk: the host tier of the KV and the disk tier; None: there is none
     draft: the draft model; None: there is none. draft_costs: its initial step costs, as `costs`
     budget: the memory budget of the process
     admin_port: port of its metrics; None: there is none
@@ -69,10 +70,16 @@ class WorkerParts:
     cost_store: CostStore | None = None
     costs_key: str = ""
     tier: HostTier | None = None
+    disk: DiskTier | None = None
     draft: DraftDevice | None = None
     draft_costs: StepCostModel | None = None
     tracing: Tracing = OFF
     admin_port: int | None = None
+
+    @property
+    def tiers(self) -> tuple[HostTier | DiskTier, ...]:
+        """The slower tiers, the fastest first."""
+        return tuple(tier for tier in (self.tier, self.disk) if tier is not None)
 
 
 def build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
@@ -83,7 +90,7 @@ def build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
     return KvEventPublisher(
         worker=parts.worker,
         pool=parts.pool,
-        tiers={} if parts.tier is None else {parts.tier.tier: parts.tier},
+        tiers={tier.tier: tier for tier in parts.tiers},
         feed=parts.feed,
         ttl_s=ttl_s,
         rng=parts.rng,
@@ -114,21 +121,22 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
     )
 
 
-def build_copy_out(
+def build_copies_out(
     parts: WorkerParts, engine: Engine, costs: Callable[[], StepCostModel | None], on_stored: Callable[[], None]
-) -> CopyOut | None:
-    """Build what copies idle blocks to the host tier. Returns None without a tier."""
-    if parts.tier is None:
-        return None
-    return CopyOut(
-        parts.pool,
-        parts.tier,
-        block_bytes=parts.tier.block_bytes,
-        chunk_tokens=parts.engine_config.max_num_batched_tokens,
-        costs=costs,
-        is_busy=lambda: not engine.is_idle,
-        on_stored=on_stored,
-    )
+) -> list[CopyOut]:
+    """Build what copies idle blocks to each slower tier."""
+    return [
+        CopyOut(
+            parts.pool,
+            tier,
+            block_bytes=tier.block_bytes,
+            chunk_tokens=parts.engine_config.max_num_batched_tokens,
+            costs=costs,
+            is_busy=lambda: not engine.is_idle,
+            on_stored=on_stored,
+        )
+        for tier in parts.tiers
+    ]
 
 
 def build_owner(parts: WorkerParts) -> OwnerService:

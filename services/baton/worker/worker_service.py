@@ -36,12 +36,15 @@ from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.disk_tier import DiskTier
+from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.preempted_kv import PreemptedKv
 from baton.worker.tiers.reloads import Reloads
+from baton.worker.tiers.slower_tiers import SlowerTiers
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 from baton.worker.worker_parts import (
     WorkerParts,
-    build_copy_out,
+    build_copies_out,
     build_draft_model,
     build_owner,
     build_publisher,
@@ -83,16 +86,15 @@ class Worker:
             clock=lambda: asyncio.get_running_loop().time(),
             speculation=open_speculation(parts.config.speculate, build_draft_model(parts, self._draft_costs)),
             tokens_per_step=lambda: self._draft_speedup.tokens_per_step,
-            reloads_preempted=parts.tier is not None,
+            reloads_preempted=bool(parts.tiers),
         )
         self.publisher = build_publisher(parts)
-        self.tier = parts.tier
-        self.copy_out = build_copy_out(parts, self.engine, self._current_costs, self._publish_kv_events)
-        self.reloads = (
-            None
-            if parts.tier is None
-            else Reloads(engine=self.engine, tier=parts.tier, tasks=self.tasks, costs=self._current_costs)
-        )
+        self.tiers = parts.tiers
+        self._copies_out = build_copies_out(parts, self.engine, self._current_costs, self._publish_kv_events)
+        self.reloads: Reloads | None = None
+        if self.tiers:
+            tiers = SlowerTiers(self.tiers)
+            self.reloads = Reloads(engine=self.engine, tiers=tiers, tasks=self.tasks, costs=self._current_costs)
         self.owner = build_owner(parts)
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
@@ -118,12 +120,13 @@ class Worker:
         self._reporter = self._build_reporter()
 
     def _build_preempted_kv(self) -> PreemptedKv | None:
-        if self.tier is None or self.copy_out is None or self.reloads is None:
+        """The fastest tier keeps what preempted sequences need again."""
+        if self.reloads is None:
             return None
         return PreemptedKv(
             pool=self.pool,
-            tier=self.tier,
-            copy_out=self.copy_out,
+            tier=self.tiers[0],
+            copy_out=self._copies_out[0],
             reloads=self.reloads,
             tasks=self.tasks,
             costs=self._current_costs,
@@ -290,9 +293,10 @@ class Worker:
         )
 
     def _tier_reports(self) -> tuple[TierReport, ...]:
-        if self.tier is None or self.reloads is None:
+        if self.reloads is None:
             return ()
-        return (self.tier.report(self.reloads.num_loading_blocks),)
+        loading = self.reloads.num_loading_blocks
+        return tuple(tier.report(loading[tier.tier]) for tier in self.tiers)
 
     def debug_state(self) -> dict[str, object]:
         """Return the worker's open jobs, sessions, sequences, blocks and leases, for debugging leaks."""
@@ -311,8 +315,8 @@ class Worker:
         """Raise AssertionError unless nothing is left of past requests except cached and quarantined
         blocks."""
         self.pool.check()
-        if self.tier is not None:
-            self.tier.slots.check()
+        for tier in self.tiers:
+            tier.slots.check()
         counts = self.pool.counts()
         if self._parts.draft is not None and (used := self._parts.draft.pool.counts().used):
             raise AssertionError(f"{used} blocks of the draft model are in use; must be none")
@@ -321,7 +325,7 @@ class Worker:
             and self.engine.is_idle
             and not self.owner.open_leases
             and counts.free + counts.cached + counts.quarantined == counts.total
-            and (self.tier is None or self.tier.counts().busy == 0)
+            and not any(tier.counts().busy for tier in self.tiers)
         )
         if not is_clean:
             raise AssertionError(f"not clean: {self.debug_state()}")
@@ -379,16 +383,15 @@ class Worker:
         self.tasks.start(self._draft_costs.run(), name="worker-draft-costs")
         if self.publisher is not None:
             self.tasks.start(self.publisher.run(), name="worker-kv-events")
-        if self.copy_out is not None:
-            self.tasks.start(self._copy_out(self.copy_out), name="worker-copy-out")
+        for copy_out, tier in zip(self._copies_out, self.tiers, strict=True):
+            self.tasks.start(self._copy_out(copy_out, tier), name=f"worker-copy-out-{tier.tier.value}")
 
     def _current_costs(self) -> StepCostModel | None:
         return self._costs.costs
 
-    async def _copy_out(self, copy_out: CopyOut) -> None:
-        """Measure the host tier, then copy idle blocks into it until this task is cancelled."""
-        if self.tier is not None:
-            await self.tier.measure(self.pool.num_blocks)
+    async def _copy_out(self, copy_out: CopyOut, tier: HostTier | DiskTier) -> None:
+        """Measure a tier, then copy idle blocks into it until this task is cancelled."""
+        await tier.measure(self.pool.num_blocks)
         self._notifier.changed()
         await copy_out.run()
 

@@ -1,9 +1,5 @@
 """A file of eight small KV blocks. The content of a block follows from its hash, so wrong content shows at once."""
 
-import os
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,9 +9,9 @@ import numpy as np
 from baton.core.kv.block_hash import BlockHash
 from baton.engine.tiers.kv_tier import BlockToStore
 from baton.worker.disk.block_file import BlockFile
-from baton.worker.disk.disk_format import HEADER_BYTES, DiskDefect, FileShape
+from baton.worker.disk.disk_format import HEADER_BYTES, FileShape
 from baton.worker.disk.open_block_file import lock_block_file
-from baton.worker.disk.os_file import OsFile, RawFile
+from baton.worker.disk.os_file import OsFile
 
 NUM_SLOTS, BLOCK_BYTES = 8, 600
 SHAPE = FileShape(num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES, layout=b"layout-fingerpri", model=b"model-fingerprin")

@@ -28,6 +28,7 @@ from baton.runtime.observability.health import Health
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.runtime.process.byte_budget import Account
 from baton.sim.sim_cluster import sim_grammar_tokenizer
+from baton.sim.sim_disk import SimDisk
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory, contents
 from baton.sim.sim_network import Delays, SimNetwork
@@ -164,6 +165,10 @@ class Node:
             eos_token_ids=(0,),
             max_waiting_seqs=self.config.max_queued_jobs,
         )
+        num_disk_slots = (self.config.disk_kv_size or 0) // self.layout.block_bytes
+        if num_disk_slots and worker_id not in cluster.disks:
+            cluster.disks[worker_id] = SimDisk(num_disk_slots, BLOCK)
+        disk = cluster.disks.get(worker_id)
         num_slots = (self.config.host_kv_memory or 0) // self.layout.block_bytes
         tier = SimTierMemory.of(self.ref, num_slots, BLOCK) if num_slots else None
         self.backend = SimTransferBackend(
@@ -190,6 +195,7 @@ class Node:
                 budget=builders.with_limits(worker_budget(2**30), memory_limits),
                 feed=cluster.feed,
                 tier=None if tier is None else tier.open(self.ref, memory, self.layout.block_bytes),
+                disk=None if disk is None else disk.open(self.ref, memory, self.layout.block_bytes),
                 costs=STEP_COST.model,
                 cost_store=cluster.cost_store,
                 costs_key="sim",
@@ -218,6 +224,7 @@ class Cluster:
         self.scheduler = ListeningScheduler()
         self.network.listen(SCHEDULER, self.scheduler)  # type: ignore[arg-type]
         self.nodes: dict[str, Node] = {}
+        self.disks: dict[str, SimDisk] = {}
         self.tracing = tracing
 
     def start(self, worker_id: str, role: str = "hybrid", num_blocks: int = 64, **changes: Any) -> Node:

@@ -166,7 +166,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--disk-kv .*file.* cannot be used"):
+    with pytest.raises(ConfigError, match=r"--disk-kv .*file.* cannot be used"):
         Opened(tmp_path / "file")
 
 

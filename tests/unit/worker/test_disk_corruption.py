@@ -84,7 +84,7 @@ CORRUPTIONS = (flip_bits, truncate, swap_slots, age_headers, lose_sectors, blank
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
     """A file, and what it was before half of its slots were written again."""
-    opened = Opened(directory := tmp_path_factory.mktemp("disk"))
+    opened = Opened(tmp_path_factory.mktemp("disk"))
     opened.write({slot: slot + 1 for slot in range(NUM_SLOTS)})
     older = image_of(opened.path)
     for slot in range(0, NUM_SLOTS, 2):
@@ -161,9 +161,7 @@ def test_a_payload_is_synced_before_its_header_makes_it_valid(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("code", "defect"), [(errno.ENOSPC, DiskDefect.NO_SPACE), (errno.EIO, DiskDefect.WRITE_ERROR)], ids=str
 )
-def test_a_disk_that_is_full_or_fails_keeps_nothing_of_the_write(
-    code: int, defect: DiskDefect, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_or_fails_keeps_nothing_of_the_write(code: int, defect: DiskDefect, tmp_path: Path) -> None:
     first = Opened(tmp_path)
     first.write({0: 1})
     first.close()

@@ -36,7 +36,7 @@ class Host:
 
     def __init__(self, simulated: Cluster, node: Node, gateway: Gateway) -> None:
         self.cluster, self.node, self.gateway = simulated, node, gateway
-        self.tier, self.reloads = node.worker.tier, node.worker.reloads
+        self.tier, self.reloads = next(iter(node.worker.tiers), None), node.worker.reloads
         self._num_sent = 0
 
     def send(self, prompt: int, **changes: object) -> DecodeJob:

@@ -27,6 +27,7 @@ from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.preempted_kv import PreemptedKv
 from baton.worker.tiers.reloads import Reloads
+from baton.worker.tiers.slower_tiers import SlowerTiers
 from baton.worker.tiers.tier_copies import HostCopies
 from baton.worker.tiers.worker_regions import WorkerRegions
 from tests import builders
@@ -120,7 +121,7 @@ class World:
         self.copy_out = CopyOut(
             self.pool, self.tier, block_bytes=2**18, chunk_tokens=16, costs=lambda: COSTS, is_busy=lambda: False
         )
-        self.reloads = Reloads(engine=engine, tier=self.tier, tasks=self.tasks, costs=lambda: COSTS)
+        self.reloads = Reloads(engine=engine, tiers=SlowerTiers([self.tier]), tasks=self.tasks, costs=lambda: COSTS)
         self.regions = WorkerRegions(self.pool, self.tier.slots)
         self.num_returning, self.num_returned = 0, 0
         self.preempted_kv = PreemptedKv(

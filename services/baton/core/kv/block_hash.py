@@ -21,6 +21,8 @@ NO_HASH: BlockHash = bytes(HASH_BYTES)
 PREFIX_KEY_BLOCKS = 8
 """Most blocks that `prefix_key` covers."""
 HASH_SCHEME = "blake2b-128/1"
+TENANT_SALT_BYTES = 16
+"""Bytes of a tenant's cache salt. The cache salt of a request begins with it; a salt of the client follows."""
 
 
 def token_ids(values: Iterable[int] = ()) -> TokenIds:
@@ -50,6 +52,18 @@ def root_hash(
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()
+
+
+def tenant_root(*, model_fingerprint: str, cache_salt: bytes, block_size_tokens: int) -> BlockHash:
+    """Return the hash that stands for a tenant, whatever salt its client has added to `cache_salt`.
+
+    It is kept with blocks in a file, and does not tell the salt.
+    """
+    return root_hash(
+        model_fingerprint=model_fingerprint,
+        cache_salt=cache_salt[:TENANT_SALT_BYTES],
+        block_size_tokens=block_size_tokens,
+    )
 
 
 def chain(parent: BlockHash, tokens: TokenIds, block_size_tokens: int) -> Iterator[BlockHash]:

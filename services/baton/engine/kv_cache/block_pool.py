@@ -129,7 +129,7 @@ class BlockPool:
         """
         fenced: Set[int] = self._fence.blocks
         if self._copies.copying:
-            fenced = fenced | self._copies.copying
+            fenced = fenced | self._copies.copying.keys()
         chosen = list(islice((b for b in self._eviction_queue if b not in fenced), num_blocks))
         if len(chosen) < num_blocks:
             return None
@@ -258,9 +258,33 @@ class BlockPool:
         """Return the hashes of all announced content, for a snapshot."""
         return self._contents.announced_hashes()
 
-    def announce(self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool) -> None:
-        """Announce cached blocks of a chain to schedulers, see `ContentIndex.announce`."""
+    def announce(
+        self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool, tenant_root: BlockHash = NO_HASH
+    ) -> None:
+        """Announce cached blocks of a chain to schedulers, see `ContentIndex.announce`.
+
+        tenant_root: of the tenant whose blocks they are; NO_HASH if it is not known here
+        """
+        if tenant_root != NO_HASH:
+            for table in range(self.windows.num_tables):
+                self._contents.set_tenant((table_hash(each, table) for each in chain[begin:end]), tenant_root)
         self._contents.announce(chain, begin, end, is_end=is_end)
+
+    def tenant_of(self, block_hash: BlockHash) -> BlockHash:
+        """Return the root hash of the tenant whose content it is; NO_HASH if it is not known."""
+        return self._contents.tenant_of(block_hash)
+
+    def forget_tenant(self, tenant_root: BlockHash) -> int:
+        """Withdraw all content of a tenant, or of one that is not known, as `unpublish` does. Returns how many blocks had any."""
+        blocks = self._contents.blocks_of_tenant(tenant_root)
+        for block_id in blocks:
+            is_idle = self._is_idle(block_id)
+            if is_idle:
+                self._eviction_queue.take(block_id)
+            self.unpublish((block_id,))
+            if is_idle:
+                self._eviction_queue.put(block_id, has_content=False)
+        return len(blocks)
 
     def is_announced(self, block_hash: BlockHash) -> bool:
         """Return True if the content is known and was announced to schedulers."""
@@ -320,18 +344,18 @@ class BlockPool:
     def begin_copy(self, block_id: int) -> BlockHash:
         """Keep an idle block from being reallocated until `end_copy`, and return its hash.
 
-        It stays cached, and keeps its place in the order of eviction. Returns NO_HASH, and changes nothing,
+        Several copies may read it. It stays cached, and keeps its place in the order of eviction. Returns NO_HASH, and changes nothing,
         if the block is in use or has no content.
         """
-        if not self._is_idle(block_id) or block_id in self._copies.copying:
+        if not self._is_idle(block_id):
             return NO_HASH
         block_hash = self._contents.hash_of(block_id)
         if block_hash != NO_HASH:
-            self._copies.copying.add(block_id)
+            self._copies.begin_copy(block_id)
         return block_hash
 
     def end_copy(self, block_ids: Iterable[int]) -> None:
-        """Record that nothing reads these blocks any more. Raises KeyError for a block that is not copied."""
+        """Record that one copy of each of these blocks has ended. Raises KeyError for a block that is not copied."""
         self._copies.end_copy(block_ids)
         self._notify_freed()
 

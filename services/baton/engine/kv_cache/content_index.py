@@ -69,6 +69,7 @@ class ContentIndex:
         self._table = [0] * num_blocks
         self._hash = [NO_HASH] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
+        self._tenants: dict[BlockHash, BlockHash] = {}
         self._same_content: dict[BlockHash, list[int]] = {}  # other blocks with the same content, all in use
         self._changes: dict[BlockHash, KvEventKind] = {}  # net changes since last taken; at most twice the pool size
 
@@ -141,6 +142,19 @@ class ContentIndex:
         if is_end and end:
             self._announce(chain[end - 1])
 
+    def set_tenant(self, hashes: Iterable[BlockHash], tenant_root: BlockHash) -> None:
+        """Record whose content this is, as far as it is known."""
+        self._tenants.update((each, tenant_root) for each in hashes if each in self._by_hash)
+
+    def tenant_of(self, block_hash: BlockHash) -> BlockHash:
+        """Return the root hash of the tenant whose content it is; NO_HASH if it is not known."""
+        return self._tenants.get(block_hash, NO_HASH)
+
+    def blocks_of_tenant(self, tenant_root: BlockHash) -> list[int]:
+        """Return all blocks with content of a tenant, or of one that is not known."""
+        found = [each for each in self._by_hash if self._tenants.get(each, tenant_root) == tenant_root]
+        return [b for each in found for b in (self._by_hash[each], *self._same_content.get(each, ()))]
+
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         """Return the net changes since the last call: announced content that was STORED or EVICTED.
 
@@ -170,6 +184,7 @@ class ContentIndex:
                 self._same_content[block_hash] = others[1:]
         else:
             del self._by_hash[block_hash]
+            self._tenants.pop(block_hash, None)
             self.num_evicted += not self._table[block_id]
             if block_hash in self._announced:
                 del self._announced[block_hash]
@@ -187,6 +202,7 @@ class ContentIndex:
             "an idle block has the same content as another",
         )
         require(self._announced.keys() <= self._by_hash.keys(), "announced content is not known")
+        require(self._tenants.keys() <= self._by_hash.keys(), "content that is not known has a tenant")
 
     def _next_announced(self, index: int) -> int:
         """Return the first of the announced positions of a chain that is not before `index`."""

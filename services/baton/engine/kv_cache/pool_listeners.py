@@ -23,11 +23,11 @@ class PoolListener(Protocol):
 class CopySources:
     """The blocks that are being copied out, the content that was reused, and the listeners of one pool.
 
-    copying: blocks that must not be reallocated, because a copy reads them. Used or idle.
+    copying: blocks that must not be reallocated, because copies read them, and how many do. Used or idle.
     """
 
     def __init__(self) -> None:
-        self.copying: set[int] = set()
+        self.copying: dict[int, int] = {}
         self._reused: set[int] = set()
         self._listeners: list[PoolListener] = []
 
@@ -56,10 +56,16 @@ class CopySources:
         for listener in self._listeners:
             listener.withdrawn(block_hash)
 
+    def begin_copy(self, block_id: int) -> None:
+        """Record that one more copy reads the block."""
+        self.copying[block_id] = self.copying.get(block_id, 0) + 1
+
     def end_copy(self, block_ids: Iterable[int]) -> None:
-        """Record that no copy reads these blocks. Raises KeyError for a block that is not copied."""
+        """Record that one copy of each block has ended. Raises KeyError for a block that is not copied."""
         for block_id in block_ids:
-            self.copying.remove(block_id)
+            self.copying[block_id] -= 1
+            if not self.copying[block_id]:
+                del self.copying[block_id]
 
     def check(self, contents: set[int]) -> None:
         """Check against the blocks that have content. Raises AssertionError."""

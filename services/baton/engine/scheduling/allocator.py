@@ -223,7 +223,8 @@ class BlockAllocator:
             usable = usable_hashes(seq, self._config.block_size_tokens)
             if grant.num_cached_blocks < len(usable):
                 seq.reload = ReloadWait.RUNNING
-                self.returns.append(ReturningSequence(key=seq.key, hashes=tuple(usable)))
+                tenant_root = seq.request.tenant_root
+                self.returns.append(ReturningSequence(key=seq.key, hashes=tuple(usable), tenant_root=tenant_root))
         return seq.reload is ReloadWait.RUNNING
 
     def _grant(self, seq: EngineSequence, num_set_aside: int) -> BlockGrant | None:

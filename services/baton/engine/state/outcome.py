@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from baton.core.errors import Failure
-from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.engine.state.step import SampledToken
 
@@ -57,10 +57,12 @@ class ReturningSequence:
     """A preempted sequence could be admitted again. It waits until `Engine.returned` is called with `key`.
 
     hashes: of the leading blocks that may come from a cache.
+    tenant_root: hash of the tenant, see `core.kv.block_hash.tenant_root`.
     """
 
     key: int
     hashes: tuple[BlockHash, ...]
+    tenant_root: BlockHash = NO_HASH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.core.kv.block_hash import BlockHash, TokenIds, chain, num_blocks_for
+from baton.core.kv.block_hash import NO_HASH, BlockHash, TokenIds, chain, num_blocks_for
 from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.request import FinishReason, PromptLogprobs, Sampling
 from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceState
@@ -37,6 +37,7 @@ class SequenceRequest:
     token_ids: the prompt, followed by the output tokens that an earlier attempt has delivered.
     num_prompt_tokens: how many of `token_ids` are the prompt.
     root_hash: parent of the first block's hash.
+    tenant_root: hash of the tenant, see `core.kv.block_hash.tenant_root`.
     block_hashes: hash of every full block of `token_ids`, in order. The engine extends the chain over new
         tokens.
     sample_indices: which samples of the request to generate.
@@ -57,6 +58,7 @@ class SequenceRequest:
     sampling: Sampling
     root_hash: BlockHash
     block_hashes: tuple[BlockHash, ...] = ()
+    tenant_root: BlockHash = NO_HASH
     sample_indices: tuple[int, ...] = (0,)
     priority: int = 0
     prefill_only: bool = False

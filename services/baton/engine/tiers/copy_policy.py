@@ -3,6 +3,8 @@
 Pure functions of predicted seconds.
 """
 
+import math
+
 from baton.core.step_cost import StepCostModel
 
 WORTH_RATIO = 4.0
@@ -60,6 +62,16 @@ def reload_pays(*, compute_s: float | None, reload_s: float | None) -> bool:
     """Return True if blocks should be reloaded rather than computed. Unknown times are no reason not to:
     the first reload measures."""
     return compute_s is None or reload_s is None or compute_s >= RELOAD_GAIN * reload_s
+
+
+def reload_gain_s(*, compute_s: float | None, reload_s: float | None) -> float | None:
+    """Return the predicted seconds that a reload saves; None if it does not pay.
+
+    Infinite if a time is unknown.
+    """
+    if not reload_pays(compute_s=compute_s, reload_s=reload_s):
+        return None
+    return math.inf if compute_s is None or reload_s is None else compute_s - reload_s
 
 
 def reload_wait_s(compute_s: float | None) -> float:

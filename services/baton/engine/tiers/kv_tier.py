@@ -99,7 +99,7 @@ class KvTier(Protocol):
         ...
 
     async def erase_tenant(self, tenant_root: BlockHash) -> int:
-        """Drop all content of a tenant, and return how many blocks had any.
+        """Drop all content of a tenant, or of one that is not known, and return how many blocks had any.
 
         The bytes on a disk are overwritten. Raises OSError if the disk does not allow that.
         """

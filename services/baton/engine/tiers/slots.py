@@ -81,9 +81,11 @@ class TierSlots:
         return (content.block_hash for content in self._content.values())
 
     def hashes_of_tenant(self, tenant_root: BlockHash) -> list[BlockHash]:
-        """Return the hashes of all content of a tenant, with what is being filled."""
-        known = (self._content[slot] if slot in self._content else self._filling[slot] for slot in self._by_hash.values())
-        return [content.block_hash for content in known if content.tenant_root == tenant_root]
+        """Return the hashes of all content of a tenant, or of one that is not known, with what is being filled."""
+        known = (
+            self._content[slot] if slot in self._content else self._filling[slot] for slot in self._by_hash.values()
+        )
+        return [content.block_hash for content in known if content.tenant_root in (tenant_root, NO_HASH)]
 
     def announced_hashes(self) -> list[BlockHash]:
         """Return the hashes of all announced content."""

@@ -45,6 +45,7 @@ from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.transfer.backend import TransferBackend
 from baton.worker.device.worker_device import DraftDevice
+from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_parts import WorkerParts
@@ -71,7 +72,7 @@ class Switchboard(Protocol):
 class WorkerComponents:
     """The replaceable parts of one worker.
 
-    engine_config, pool, executor, backend, constraints, tier: as in `WorkerParts`.
+    engine_config, pool, executor, backend, constraints, tier, disk: as in `WorkerParts`.
     costs: cost model of its steps; None if it is measured.
     draft: the draft model, with its costs; None if there is none.
     close: called when the worker has ended, in any way.
@@ -83,6 +84,7 @@ class WorkerComponents:
     backend: TransferBackend
     constraints: TokenConstraints
     tier: HostTier | None = None
+    disk: DiskTier | None = None
     costs: StepCostModel | None = None
     draft: DraftDevice | None = None
     close: Callable[[], None] = lambda: None
@@ -236,6 +238,7 @@ class InProcessCluster:
                 budget=worker_budget(config.memory_budget),
                 feed=self._feed,
                 tier=components.tier,
+                disk=components.disk,
                 costs=components.costs,
                 draft=components.draft,
                 draft_costs=None if components.draft is None else components.draft.costs,

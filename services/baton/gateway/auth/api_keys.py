@@ -23,13 +23,12 @@ from hashlib import sha256
 from typing import Any, TypeAlias
 
 from baton.core.errors import Code, ConfigError, Failure, Reason, Refused
+from baton.core.kv.block_hash import TENANT_SALT_BYTES
 from baton.gateway.input.client_call import ANONYMOUS, Identity
 
 KEY_PREFIX = "baton-"
 KEY_BYTES = 32
 MIN_SALT_BYTES = 16
-SALT_BYTES = 16
-"""Length of a tenant's cache salt."""
 BURST_FRACTION = 0.1
 RETRY_AFTER_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -57,7 +56,7 @@ def tenant_salt(salt: bytes, tenant: str) -> bytes:
     Prompts of other tenants therefore never match its cached blocks, and its block hashes cannot be computed
     without the secret `salt`.
     """
-    return hmac.new(salt, tenant.encode(), sha256).digest()[:SALT_BYTES]
+    return hmac.new(salt, tenant.encode(), sha256).digest()[:TENANT_SALT_BYTES]
 
 
 def parse_keys(content: object) -> Keys:

@@ -14,7 +14,7 @@ import numpy as np
 from baton.core.client_api import Caller
 from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import REQUEST_ID_BYTES
-from baton.core.kv.block_hash import TokenIds
+from baton.core.kv.block_hash import TENANT_SALT_BYTES, TokenIds
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.core.request_limits import MAX_BAD_WORD_TOKENS, U64_MAX, printable
 from baton.gateway.input.answers.answer_grammar import GrammarCheck, answer_grammar
@@ -44,7 +44,6 @@ EXACT_CHARACTERS = 16 * 1024
 """A shorter text is always encoded whole, so the error for one that is too long has its number of tokens."""
 WORD_ITEMS = 64
 """Cost of tokenizing a bad word twice, in addition to its characters, in items."""
-SALT_BYTES = 16
 MAX_PROMPT_LOGPROBS = 2**18
 """Logprobs of the tokens of one prompt, over all positions."""
 TRUNCATION_SLACK_TOKENS = 64
@@ -344,14 +343,15 @@ class Validator:
 
 
 def mixed_salt(tenant_salt: bytes, client_salt: str) -> bytes:
-    """Return the salt of the block hashes of a request: the tenant's, mixed with the client's own.
+    """Return the salt of the block hashes of a request: the tenant's, then one made of it and the client's own.
 
-    Without a client salt it is the tenant's. No client salt leads to the salt of another tenant, because the
-    tenant's is the key of the mixture, or there are no tenants.
+    Without a client salt it is the tenant's. No client salt leads to the salt of another tenant, because all
+    of a tenant's begin with its own, or there are no tenants.
     """
     if not client_salt:
         return tenant_salt
-    return blake2b(client_salt.encode(), key=tenant_salt, digest_size=SALT_BYTES, person=b"baton-salt").digest()
+    mixed = blake2b(client_salt.encode(), key=tenant_salt, digest_size=TENANT_SALT_BYTES, person=b"baton-salt")
+    return tenant_salt + mixed.digest()
 
 
 def _check_prompt_logprobs(num_logprobs: int | None, num_prompt_tokens: int) -> None:

@@ -1,5 +1,6 @@
 """Settings of a worker: the model and device that it runs, its queue, and how it transfers KV."""
 
+from pathlib import Path
 from typing import Literal
 
 from baton.core.errors import ConfigError
@@ -88,6 +89,21 @@ class ComputeSettings(Config):
         unit="bytes",
         minimum=0,
     )
+    disk_kv: Path | None = setting(
+        None,
+        help="directory in which each worker of a machine keeps copies of KV in a file of its own, which the next "
+        "worker finds; use one directory for one model; unset keeps none",
+    )
+    disk_kv_size: int | None = setting(
+        None,
+        help="size of the KV file of one worker, which is allocated at start; another size empties the file",
+        unit="bytes",
+        minimum=1,
+    )
+    disk_kv_io: Literal["threads", "nixl"] = setting(
+        "threads",
+        help="how the KV file is read and written: threads use system calls, nixl uses NIXL's POSIX backend",
+    )
     block_size_tokens: int = setting(
         16,
         help="tokens per KV block; must be the same for all workers of a cluster",
@@ -167,6 +183,8 @@ class ComputeSettings(Config):
                 f"({self.max_num_seqs}): "
                 "each running sequence needs one token of every step"
             )
+        if (self.disk_kv is None) != (self.disk_kv_size is None):
+            raise ConfigError("disk_kv and disk_kv_size are the directory and the size of KV on disk; set both or none")
 
 
 @config

@@ -319,8 +319,13 @@ class TierMetrics(_Family):
         self.failed_copies = self._counter("tier_failed_copies_total", "Copies that raised an error.", "tier")
         self.invalid_blocks = self._counter(
             "tier_invalid_blocks_total",
-            "Loaded KV blocks whose generation or hash was not the expected one. They were not used.",
+            "Loaded KV blocks whose generation, hash or checksum was not the expected one. They were not used.",
             "tier",
+        )
+        self.disk_defects = self._counter(
+            "disk_kv_defects_total",
+            "Content of the KV file that was not used, or could not be written, by what was wrong with it.",
+            "defect",
         )
         self.reloaded_tokens = self._counter(
             "reloaded_tokens_total", "Tokens of prompts whose KV was reloaded from a slower tier instead of computed."

@@ -15,6 +15,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of, parse_step_costs
 from baton.worker.costs.step_cost_keeper import work_of
 from baton.worker.device.kv_registration import register_host_memory
+from baton.worker.device.open_disk import host_copies, open_disk_tier
 from baton.worker.device.open_tier import num_slots_for_worker, open_host_tier
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
@@ -39,6 +40,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     num_blocks = num_blocks_for_worker(config, layout, model.max_model_len, free)
     num_slots = num_slots_for_worker(config, layout, num_blocks, free)
     kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
+    disk = open_disk_tier(config, worker, layout, host_copies(kv))
     constraints = TokenConstraints(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -61,8 +63,9 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
         pool=pool,
         backend=registered.backend,
         constraints=constraints,
-        summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks, num_slots)}",
+        summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks, num_slots, disk)}",
         tier=open_host_tier(worker, registered, kv=kv),
+        disk=disk,
         close_memory=registered.close,
         costs=costs,
     )

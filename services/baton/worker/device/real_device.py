@@ -6,6 +6,7 @@ not need them.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.core.ids import WorkerRef
@@ -26,9 +27,11 @@ from baton.worker.device.gpu_start import Say, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
+from baton.worker.device.open_disk import host_copies, open_disk_tier
 from baton.worker.device.open_tier import MAX_PINNED_TIER_BYTES, num_slots_for_worker, open_host_tier
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
+from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 
 if TYPE_CHECKING:
@@ -83,7 +86,7 @@ def _open_in_compute_thread(
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
     draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, gpu.draft_refused)
     num_blocks = _num_blocks(config, loaded, backend, layout, draft)
-    cache, registered, tier = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
+    cache, registered, tier, disk = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
     pool = BlockPool(
         num_blocks,
         config.block_size_tokens,
@@ -98,7 +101,7 @@ def _open_in_compute_thread(
         draft.backend.after_warmup()
     reason = f" ({gpu.path.reason})" if gpu.path.reason else ""
     num_slots = 0 if tier is None else tier.slots.num_slots
-    kv_text = f"{kv_summary(config, layout, num_blocks, num_slots)}{registered.note}{reason}"
+    kv_text = f"{kv_summary(config, layout, num_blocks, num_slots, disk)}{registered.note}{reason}"
     draft_text = "" if draft_device is None else f", {draft_device.summary}"
     return Device(
         executor=executor,
@@ -110,6 +113,7 @@ def _open_in_compute_thread(
         close_memory=registered.close,
         draft=draft_device,
         tier=tier,
+        disk=disk,
         costs_key=step_costs_key(
             layout.model_fingerprint,
             device_name(loaded.device),
@@ -174,8 +178,9 @@ def _open_kv(
     layout: KvLayout,
     num_blocks: int,
     path: KvPath,
-) -> tuple["KvCache", RegisteredMemory, HostTier | None]:
-    """Allocate KV memory where the model is, and that of the host tier, and register both."""
+) -> tuple["KvCache", RegisteredMemory, HostTier | None, DiskTier | None]:
+    """Allocate KV memory where the model is, and that of the host tier, register both, and open the file of
+    the disk tier."""
     from baton.model.device.device_info import gpu_segments
     from baton.model.device.host_staging import DeviceCopies
     from baton.model.device.kv_tensors import KvCache
@@ -187,15 +192,17 @@ def _open_kv(
     if is_host:
         kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
         cache = KvCache.over(kv.reshape(-1).data, layout, loaded.dtype)
-        return cache, registered, open_host_tier(worker, registered, kv=kv)
+        disk = open_disk_tier(config, worker, layout, host_copies(kv))
+        return cache, registered, open_host_tier(worker, registered, kv=kv), disk
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
     if config.transfer == "nixl":
         require_plain_memory(gpu_segments(), cache.memory.data_ptr())
     registered = register_gpu_memory(config, worker, cache, path=path, num_slots=num_slots)
+    disk = open_disk_tier(config, worker, layout, partial(DeviceCopies, cache), shares_cores=False)
     if registered.tier is None:
-        return cache, registered, None
+        return cache, registered, None, disk
     copies = DeviceCopies(cache, registered.tier.kv, max_pinned_bytes=MAX_PINNED_TIER_BYTES)
-    return cache, registered, open_host_tier(worker, registered, copies=copies)
+    return cache, registered, open_host_tier(worker, registered, copies=copies), disk
 
 
 def _device_text(loaded: "LoadedModel") -> str:

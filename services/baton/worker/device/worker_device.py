@@ -17,6 +17,7 @@ from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import TransferBackend
 from baton.worker.device.gpu_use import step_tokens_of
+from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 
 
@@ -46,7 +47,7 @@ class Device:
     costs: step costs that are known without measuring; None otherwise
     costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
     draft: the draft model; None without one
-    tier: the host tier of the KV; None without one
+    tier, disk: the host tier of the KV and the disk tier; None without one
     """
 
     executor: Executor
@@ -60,6 +61,7 @@ class Device:
     costs_key: str = ""
     draft: DraftDevice | None = None
     tier: HostTier | None = None
+    disk: DiskTier | None = None
 
     async def aclose(self) -> None:
         """Close the executor after its current step, wait briefly for running reads, then free the memory."""
@@ -67,8 +69,9 @@ class Device:
         if self.draft is not None:
             await self.draft.executor.aclose()
         await self.backend.aclose()
-        if self.tier is not None:
-            await self.tier.aclose()
+        for tier in (self.tier, self.disk):
+            if tier is not None:
+                await tier.aclose()
         self.constraints.close()
         self.close_memory()
 
@@ -134,11 +137,18 @@ def num_blocks_per_draft_block(layout: KvLayout) -> int:
     return max(1, sum(not table.window for table in layout.tables))
 
 
-def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int, num_slots: int = 0) -> str:
-    """Describe the KV memory, with the slots of the host tier, for the one-line device summary."""
+def kv_summary(
+    config: WorkerConfig, layout: KvLayout, num_blocks: int, num_slots: int = 0, disk: DiskTier | None = None
+) -> str:
+    """Describe the KV memory, with the slots of the host tier and those of the disk tier, for the one-line
+    device summary."""
     size_mib = num_blocks * layout.block_bytes / MIB
     blocks = f"{num_blocks} blocks of {layout.block_size_tokens} tokens"
     if len(layout.tables) > 1:
         blocks += f" for {windows_text(layout.tables)}"
     tier = f", {num_slots * layout.block_bytes / MIB:.0f} MiB of host KV" if num_slots else ""
+    if disk is not None:
+        tier += (
+            f", {disk.slots.num_slots * layout.block_bytes / MIB:.0f} MiB of disk KV ({disk.num_restored} blocks kept)"
+        )
     return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB){tier}, {config.transfer}"

@@ -99,7 +99,7 @@ class BlockFile:
                 self._write_header(header._replace(state=SlotState.VALID, payload_checksum=checksum))
                 self._checksums[header.slot] = checksum
         except OSError as error:
-            self.defects[_defect_of_write(error)] += 1
+            self.defects[defect_of_write(error)] += 1
             for header in headers:
                 with suppress(OSError):
                     self._write_header(header._replace(state=SlotState.DISCARDED))
@@ -111,7 +111,7 @@ class BlockFile:
             self._payloads.write(rows, [self.shape.payload_offset(slot) for slot in slots])
             self._file.sync()
         except OSError as error:
-            self.defects[_defect_of_write(error)] += 1
+            self.defects[defect_of_write(error)] += 1
             raise
 
     def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]:
@@ -151,23 +151,21 @@ class BlockFile:
                 if header.sequence in (sequence, 0):
                     self._write_header(header._replace(state=SlotState.DISCARDED, sequence=sequence))
             except OSError as error:
-                self.defects[_defect_of_write(error)] += 1
+                self.defects[defect_of_write(error)] += 1
                 log.warning("disk_kv_not_discarded", slot=slot, problem=str(error))
 
     def erase(self, tenant_root: BlockHash) -> int:
         """Overwrite all slots with content of a tenant, also those that are not valid, and wait for the disk.
 
-        Slots whose tenant is not known are overwritten, too, unless they are valid. Returns how many were.
-        Raises OSError. No slot may be written meanwhile.
+        Slots whose tenant is not known are overwritten, too. Returns how many were. Raises OSError. No slot
+        may be written meanwhile.
         """
         zeros, num_erased = bytes(self.shape.slot_bytes), 0
         for first, region in self._regions():
             for found in decode_headers(region, self.shape, self._file_id, first):
                 slot = found[0]
-                if isinstance(found, SlotHeader):
-                    is_unknown = found.tenant_root == NO_HASH and found.state is not SlotState.VALID
-                    if found.tenant_root != tenant_root and not is_unknown:
-                        continue
+                if isinstance(found, SlotHeader) and found.tenant_root not in (tenant_root, NO_HASH):
+                    continue
                 self._file.write(zeros, self.shape.payload_offset(slot))
                 self._file.sync()  # before its header, which says whose it is
                 self._file.write(bytes(HEADER_BYTES), self.shape.header_offset(slot))
@@ -227,6 +225,7 @@ class BlockFile:
                 self._file.write(content, self.shape.header_offset(header.slot))
 
 
-def _defect_of_write(error: OSError) -> DiskDefect:
+def defect_of_write(error: OSError) -> DiskDefect:
+    """Return as what an error of a write counts."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DiskDefect.NO_SPACE if is_full else DiskDefect.WRITE_ERROR

@@ -74,7 +74,9 @@ class NixlPayloads:
                 finally:
                     agent.release_xfer_handle(handle)
             except Exception as error:  # NIXL's exceptions have no common base
-                raise OSError(f"NIXL could not {operation} {len(rows)} blocks: {type(error).__name__}: {error}") from error
+                raise OSError(
+                    f"NIXL could not {operation} {len(rows)} blocks: {type(error).__name__}: {error}"
+                ) from error
             if state != "DONE":
                 raise OSError(f"NIXL could not {operation} {len(rows)} blocks: {state}")
 

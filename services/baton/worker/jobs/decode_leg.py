@@ -79,7 +79,7 @@ class LocalDecodeLeg(ComputingLeg, DecodeLeg):
         self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
 
     def _first_usage(self, output: SequenceOutput) -> Usage | None:
-        return self._usage(output.num_cached_tokens, self._num_reloaded_tokens)
+        return self._usage(output.num_cached_tokens, self._reloaded_tokens)
 
     def _timeline(self, decode_s: float) -> LegTimeline:
         first_token_s = self._loop.time() - decode_s

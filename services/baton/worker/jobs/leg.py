@@ -2,14 +2,15 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Protocol
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import WorkerRef
-from baton.core.kv.block_hash import BlockHash, chain, root_hash
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, tenant_root
 from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob, PrefixSource
 from baton.core.request import LegTimeline, TokenDelta, TokenLogprobs, Usage
@@ -29,6 +30,8 @@ from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.tiers.reloads import Reloads
 
 log = get_logger(__name__)
+
+NOTHING_RELOADED: Mapping[Tier, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ class Leg(ABC):
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._root = chain_root(parts.model_fingerprint, job.cache_salt, parts.block_size_tokens)
+        self._tenant_root = chain_tenant(parts.model_fingerprint, job.cache_salt, parts.block_size_tokens)
         self._hashes = tuple(chain(self._root, job.token_ids, parts.block_size_tokens))
 
     @property
@@ -188,6 +192,7 @@ class Leg(ABC):
             sampling=self._job.sampling,
             root_hash=self._root,
             block_hashes=self._hashes,
+            tenant_root=self._tenant_root,
             sample_indices=tuple(sorted(self._open_samples)),
             priority=self._job.priority,
             ttft_slo_s=self._job.ttft_slo_s,
@@ -215,14 +220,17 @@ class Leg(ABC):
         )
         self._output.delta(delta, is_last=self.has_ended)
 
-    def _usage(self, num_cached_tokens: int, num_reloaded_tokens: int = 0) -> Usage:
+    def _usage(self, num_cached_tokens: int, reloaded_tokens: Mapping[Tier, int] = NOTHING_RELOADED) -> Usage:
         """Return the usage that the client sees. Replayed output tokens do not count as prompt tokens.
 
-        num_reloaded_tokens: at most so many of the cached ones, the last, came from the host tier.
+        reloaded_tokens: at most so many of the cached ones, the last, came from each slower tier.
         """
-        cached = min(num_cached_tokens, self._job.num_prompt_tokens)
-        reloaded = min(cached, num_reloaded_tokens)
-        by_tier = {Tier.DEVICE.value: cached - reloaded, Tier.HOST.value: reloaded}
+        left = min(num_cached_tokens, self._job.num_prompt_tokens)
+        by_tier: dict[str, int] = {}
+        for tier, count in reloaded_tokens.items():
+            by_tier[tier.value] = min(left, count)
+            left -= by_tier[tier.value]
+        by_tier[Tier.DEVICE.value] = left
         return Usage(
             num_prompt_tokens=self._job.num_prompt_tokens,
             num_cached_tokens={tier: count for tier, count in by_tier.items() if count},
@@ -232,7 +240,7 @@ class Leg(ABC):
 class ComputingLeg(Leg):
     """A leg that computes the prompt on this worker.
 
-    The leg first reloads what the host tier has of the prompt's prefix. If the job names a `prefix_source`,
+    The leg first reloads what slower tiers have of the prompt's prefix. If the job names a `prefix_source`,
     it then pulls that prefix into the prefix cache. The engine finds both there. What fails is computed. A
     grammar is compiled before.
     """
@@ -242,7 +250,7 @@ class ComputingLeg(Leg):
         source = job.prefix_source
         self._prefix_source = None if source is None or source.worker.worker_id == parts.worker.worker_id else source
         self._preparation: asyncio.Task[None] | None = None
-        self._num_reloaded_tokens = 0
+        self._reloaded_tokens: Mapping[Tier, int] = NOTHING_RELOADED
         self._admitted_s = self._started_s
 
     @abstractmethod
@@ -292,8 +300,8 @@ class ComputingLeg(Leg):
 
     async def _reload(self) -> None:
         if self._parts.reloads is not None:
-            num_blocks = await self._parts.reloads.reload(self._usable_hashes)
-            self._num_reloaded_tokens = num_blocks * self._parts.block_size_tokens
+            by_tier = await self._parts.reloads.reload(self._usable_hashes, self._tenant_root)
+            self._reloaded_tokens = {tier: count * self._parts.block_size_tokens for tier, count in by_tier.items()}
 
     async def _pull_prefix(self, source: PrefixSource) -> None:
         await self._parts.prefixes.pull(
@@ -322,3 +330,9 @@ def chain_root(model_fingerprint: str, cache_salt: bytes, block_size_tokens: int
     Workers compute hashes from tokens and salt themselves. They never trust hashes in a job.
     """
     return root_hash(model_fingerprint=model_fingerprint, cache_salt=cache_salt, block_size_tokens=block_size_tokens)
+
+
+@lru_cache(maxsize=1024)
+def chain_tenant(model_fingerprint: str, cache_salt: bytes, block_size_tokens: int) -> BlockHash:
+    """Return the hash that stands for the tenant of a prompt's blocks."""
+    return tenant_root(model_fingerprint=model_fingerprint, cache_salt=cache_salt, block_size_tokens=block_size_tokens)

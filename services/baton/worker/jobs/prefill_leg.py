@@ -66,9 +66,7 @@ class PrefillLeg(ComputingLeg):
             return
         timeline = self._timeline(output.num_cached_tokens)
         self._announce(len(self._job.token_ids), timeline)
-        self._send_delta(
-            output, usage=self._usage(output.num_cached_tokens, self._num_reloaded_tokens), timeline=timeline
-        )
+        self._send_delta(output, usage=self._usage(output.num_cached_tokens, self._reloaded_tokens), timeline=timeline)
 
     def _ends_sample(self, output: SequenceOutput) -> bool:
         return True

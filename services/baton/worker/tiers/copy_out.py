@@ -18,7 +18,7 @@ from baton.engine.tiers.kv_tier import BlockToStore, KvTier
 class CopyOut:
     """Chooses blocks of one pool and stores them in one tier. Implements `PoolListener`.
 
-    A block that is being copied is not reallocated until the copy has ended.
+    A block that is being copied is not reallocated until the copy has ended. Each tier has its own.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class CopyOut:
             await self._woken.wait()
             self._woken.clear()
             while batch := self.next_batch():
-                started_s = asyncio.get_running_loop().time()
+                before_s = self._tier.stores_busy_s
                 try:
                     await self._tier.store(batch)
                 finally:
                     self._pool.end_copy([block.block_id for block in batch])
                 self._on_stored()
-                took_s = asyncio.get_running_loop().time() - started_s
-                await asyncio.sleep(pause_after_s(took_s, is_busy=self._is_busy()))
+                busy_s = self._tier.stores_busy_s - before_s
+                await asyncio.sleep(pause_after_s(busy_s, is_busy=self._is_busy()))
 
     def next_batch(self) -> list[BlockToStore]:
         """Take the blocks that are copied next, and keep them from being reallocated."""
@@ -106,7 +106,11 @@ class CopyOut:
         if block_hash == NO_HASH:
             return None
         return BlockToStore(
-            block_id=block_id, block_hash=block_hash, is_announced=pool.is_announced(block_hash), is_reused=is_reused
+            block_id=block_id,
+            block_hash=block_hash,
+            is_announced=pool.is_announced(block_hash),
+            is_reused=is_reused,
+            tenant_root=pool.tenant_of(block_hash),
         )
 
     def _is_worth_copying(self, *, is_reused: bool) -> bool:

@@ -76,10 +76,12 @@ class DiskTier:
         copies: TierCopies,
         copy_runner: CopyRunner,
         disk_runner: DiskRunner,
+        shares_cores: bool = True,
     ) -> None:
         """Take ownership of all but the worker's identity. Content that `store` holds can be loaded at once.
 
         copies: between the device and the rows of the staging buffer, at least 2
+        shares_cores: steps run on the processor's cores, which writes need, too
         """
         self.totals = TierTotals()
         self.block_bytes = block_bytes
@@ -93,6 +95,7 @@ class DiskTier:
         store.held = []  # as large as the index of all slots
         self._store, self._copies = store, copies
         self._copy_runner, self._disk_runner = copy_runner, disk_runner
+        self._shares_cores = shares_cores
         num_stored_at_once = num_rows // 2
         self._store_rows = range(num_stored_at_once)
         self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
@@ -105,7 +108,7 @@ class DiskTier:
 
     @property
     def stores_busy_s(self) -> float:
-        return self._stage_s + self._disk_runner.writes_busy_s
+        return self._stage_s + (self._disk_runner.writes_busy_s if self._shares_cores else 0.0)
 
     def counts(self) -> TierCounts:
         return self.slots.counts()
@@ -137,7 +140,7 @@ class DiskTier:
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
-    async def measure(self) -> None:
+    async def measure(self, num_device_blocks: int) -> None:
         """Measure the speed: of loads of what an earlier process has left, else of stores to free slots."""
         hashes = list(islice(self.slots.all_hashes(), min(MEASURED_BLOCKS, self._load_rows.num_rows)))
         await self._calls.to_its_end(self._load(hashes, None) if hashes else self._probe())

@@ -1,4 +1,4 @@
-"""Reloads prefixes of prompts from a slower tier into the device's prefix cache.
+"""Reloads prefixes of prompts from slower tiers into the device's prefix cache.
 
 A reload begins when a job arrives, so it runs while the job waits for its turn. A failed one costs only time:
 the engine computes the blocks that are not in the cache. So does one that is much slower than predicted: the
@@ -6,18 +6,20 @@ job waits for it no longer than computing takes.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_events import Tier
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.content_index import longest_prefix
-from baton.engine.tiers.copy_policy import compute_s, reload_pays, reload_wait_s
-from baton.engine.tiers.kv_tier import KvTier
+from baton.engine.tiers.copy_policy import compute_s, reload_gain_s, reload_wait_s
 from baton.runtime.logging import get_logger
 from baton.worker.background_tasks import BackgroundTasks
+from baton.worker.tiers.slower_tiers import SlowerTiers
 
 log = get_logger(__name__)
 
@@ -30,8 +32,10 @@ class ReloadPlan:
     num_cached_blocks: length of the prefix that is in the cache now
     needed: hashes of all blocks that a continuation sees, over all block tables, in the order of `entries`
     missing: positions in `needed` of those that are not in the cache
+    blocks_by_tier: blocks of tokens that are reloaded from each tier
     predicted_s: time of the reload, after those that are under way; None if unknown
-    computed_s: time to compute the same tokens; None if unknown
+    gain_s: how much less that is than computing; infinite if unknown
+    wait_s: how long a job waits for it
     """
 
     chain: tuple[BlockHash, ...]
@@ -39,8 +43,10 @@ class ReloadPlan:
     needed: tuple[BlockHash, ...]
     entries: tuple[int, ...]
     missing: tuple[int, ...]
+    blocks_by_tier: Mapping[Tier, int]
     predicted_s: float | None
-    computed_s: float | None
+    gain_s: float
+    wait_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,63 +70,79 @@ class Reloads:
     """All reloads of one worker. Used from one event loop."""
 
     def __init__(
-        self, *, engine: Engine, tier: KvTier, tasks: BackgroundTasks, costs: Callable[[], StepCostModel | None]
+        self, *, engine: Engine, tiers: SlowerTiers, tasks: BackgroundTasks, costs: Callable[[], StepCostModel | None]
     ) -> None:
         self.totals = ReloadTotals()
         self._engine, self._pool = engine, engine.pool
-        self._tier, self._tasks, self._costs = tier, tasks, costs
+        self._tiers, self._tasks, self._costs = tiers, tasks, costs
         self._running: dict[BlockHash, asyncio.Task[None]] = {}  # by the first missing block
-        self._num_loading_blocks = 0
+        self._num_loading_blocks: Counter[Tier] = Counter()
 
     @property
-    def num_loading_blocks(self) -> int:
-        """Blocks of the reloads under way."""
+    def num_loading_blocks(self) -> Mapping[Tier, int]:
+        """Blocks of the reloads under way, by tier; 0 for other tiers."""
         return self._num_loading_blocks
 
     def plan(self, hashes: Sequence[BlockHash]) -> ReloadPlan | None:
         """Return what to reload for a prompt with these leading blocks; None if nothing, or if computing it
-        is predicted to be as fast."""
-        pool, tier = self._pool, self._tier
-        num_cached = pool.lookup_prefix(hashes).num_blocks
-        if num_cached == len(hashes) or (not pool.windows.has_windows and not tier.holds(hashes[num_cached])):
-            return None
-        num_blocks = longest_prefix(hashes, pool.windows, lambda each: pool.find(each) is not None or tier.holds(each))
-        plan = self._plan_of(hashes[:num_blocks], num_cached)
-        if plan is None or (num_lacking := len(plan.missing) - self._num_free_blocks(plan)) <= 0:
-            return plan
-        if num_lacking >= len(plan.missing) or pool.windows.has_windows:  # a shorter prefix needs other blocks
-            return None
-        return self._plan_of(hashes[: plan.missing[-num_lacking]], num_cached)
+        is predicted to be as fast.
 
-    async def reload(self, hashes: Sequence[BlockHash]) -> int:
-        """Reload what pays. Returns how many blocks of the prefix the cache has gained.
-
-        Waits for at most `reload_wait_s`. The reload goes on after that, or if the caller is cancelled: other
-        requests may want the same blocks.
+        What the fastest tier has may pay where all that the tiers have does not.
         """
-        plan = self.plan(hashes)
-        if plan is None:
-            return 0
+        pool, best = self._pool, None
+        num_cached = pool.lookup_prefix(hashes).num_blocks
+        if num_cached == len(hashes) or (not pool.windows.has_windows and not self._tiers.holds(hashes[num_cached])):
+            return None
+        for tiers in self._tiers.fastest():
+            plan = self._plan_from(tiers, hashes, num_cached)
+            if plan is not None and (best is None or plan.gain_s >= best.gain_s):
+                best = plan
+        return best
+
+    async def reload(self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH) -> Mapping[Tier, int]:
+        """Reload what pays. Returns how many blocks of the prefix the cache has gained, by tier.
+
+        tenant_root: of the tenant whose prompt it is. If the caller is cancelled, or has waited as long as
+        computing would take, the reload goes on: other requests may want the same blocks.
+        """
+        plan = first = self.plan(hashes)
+        if plan is None or first is None:
+            return {}
         before = self._pool.lookup_prefix(hashes).num_blocks
         try:
-            async with asyncio.timeout(reload_wait_s(plan.computed_s)):
+            async with asyncio.timeout(first.wait_s):
                 while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
                     await asyncio.wait((running,))
                     plan = self.plan(hashes)
                 if plan is not None:
-                    await asyncio.wait((self._start(plan),))
+                    await asyncio.wait((self._start(plan, tenant_root),))
         except TimeoutError:
             self.totals.late += 1
-            log.warning("prefix_reload_late", num_blocks=len(hashes), predicted_s=plan.predicted_s if plan else None)
-        return max(0, self._pool.lookup_prefix(hashes).num_blocks - before)
+            log.warning("prefix_reload_late", num_blocks=len(hashes), predicted_s=first.predicted_s)
+        gained = max(0, self._pool.lookup_prefix(hashes).num_blocks - before)
+        by_tier: dict[Tier, int] = {}
+        for tier, count in first.blocks_by_tier.items():
+            by_tier[tier] = min(count, gained - sum(by_tier.values()))
+        return by_tier
 
-    def start(self, hashes: Sequence[BlockHash]) -> None:
+    def start(self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH) -> None:
         """Reload what pays, in the background."""
         plan = self.plan(hashes)
         if plan is not None and plan.needed[plan.missing[0]] not in self._running:
-            self._start(plan)
+            self._start(plan, tenant_root)
 
-    def _plan_of(self, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
+    def _plan_from(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
+        """Return a plan that uses these tiers only, and no more blocks than are free."""
+        pool = self._pool
+        num_blocks = longest_prefix(hashes, pool.windows, lambda each: pool.find(each) is not None or tiers.holds(each))
+        plan = self._plan_of(tiers, hashes[:num_blocks], num_cached)
+        if plan is None or (num_lacking := len(plan.missing) - self._num_free_blocks(plan)) <= 0:
+            return plan
+        if num_lacking >= len(plan.missing) or pool.windows.has_windows:  # a shorter prefix needs other blocks
+            return None
+        return self._plan_of(tiers, hashes[: plan.missing[-num_lacking]], num_cached)
+
+    def _plan_of(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
         pool, size = self._pool, self._pool.block_size_tokens
         num_blocks = len(hashes)
         if num_blocks <= num_cached:
@@ -128,36 +150,42 @@ class Reloads:
         needed = hashes_of_prefix(hashes, pool.windows)
         missing = tuple(index for index, each in enumerate(needed) if pool.find(each) is None)
         costs = self._costs()
-        predicted_s = self._tier.load_s(self._num_loading_blocks + len(missing))
+        predicted_s = tiers.load_s([needed[index] for index in missing], self._num_loading_blocks)
         computed_s = None
         if costs is not None:
             chunk_tokens = self._engine.config.max_num_batched_tokens
             computed_s = compute_s(costs, (num_blocks - num_cached) * size, num_cached * size, chunk_tokens)
-        if not missing or not reload_pays(compute_s=computed_s, reload_s=predicted_s):
+        gain_s = reload_gain_s(compute_s=computed_s, reload_s=predicted_s)
+        if not missing or gain_s is None:
             return None
+        lacking = [each for each in hashes[num_cached:] if pool.find(each) is None]
         return ReloadPlan(
             chain=tuple(hashes),
             num_cached_blocks=num_cached,
             needed=tuple(needed),
             entries=tuple(entries_from(pool.windows.first_blocks(num_blocks * size), num_blocks)),
             missing=missing,
+            blocks_by_tier={tier: len(found) for tier, found in tiers.positions(lacking).items()},
             predicted_s=predicted_s,
-            computed_s=computed_s,
+            gain_s=gain_s,
+            wait_s=reload_wait_s(computed_s),
         )
 
-    def _start(self, plan: ReloadPlan) -> asyncio.Task[None]:
-        first, num_blocks = plan.needed[plan.missing[0]], len(plan.missing)
+    def _start(self, plan: ReloadPlan, tenant_root: BlockHash) -> asyncio.Task[None]:
+        first = plan.needed[plan.missing[0]]
+        positions = self._tiers.positions([plan.needed[index] for index in plan.missing])
+        loading = Counter({tier: len(found) for tier, found in positions.items()})
 
         def ended(_: asyncio.Task[None]) -> None:
             self._running.pop(first, None)
-            self._num_loading_blocks -= num_blocks
+            self._num_loading_blocks.subtract(loading)
 
-        task = self._running[first] = self._tasks.start(self._run(plan), name="kv-reload")
-        self._num_loading_blocks += num_blocks
+        task = self._running[first] = self._tasks.start(self._run(plan, tenant_root), name="kv-reload")
+        self._num_loading_blocks.update(loading)
         task.add_done_callback(ended)
         return task
 
-    async def _run(self, plan: ReloadPlan) -> None:
+    async def _run(self, plan: ReloadPlan, tenant_root: BlockHash) -> None:
         """Fill the missing blocks. The others are referenced, so that the prefix is not evicted meanwhile."""
         pool, clock = self._pool, asyncio.get_running_loop().time
         held = {index: found for index, each in enumerate(plan.needed) if (found := pool.find(each)) is not None}
@@ -170,11 +198,11 @@ class Reloads:
         hashes = [plan.needed[index] for index in missing]
         started_s, num_loaded = clock(), 0
         try:
-            num_loaded = await self._tier.load(hashes, receiving)
+            num_loaded = await self._tiers.load(hashes, receiving)
         finally:
             for block_id, block_hash in zip(receiving[:num_loaded], hashes, strict=False):
                 pool.mark_received(block_id, block_hash)
-            pool.announce(plan.chain, 0, len(plan.chain), is_end=True)
+            pool.announce(plan.chain, 0, len(plan.chain), is_end=True, tenant_root=tenant_root)
             pool.drop_receiving(receiving[num_loaded:])
             blocks = held | dict(zip(missing, receiving, strict=True))
             pool.unref([blocks[index] for index in range(len(plan.needed))])
