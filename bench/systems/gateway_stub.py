@@ -181,6 +181,9 @@ class StubScheduler:
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         return False
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        return ()
+
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Do nothing: the stub workers do not report."""
 

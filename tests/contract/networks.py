@@ -171,6 +171,9 @@ class StubScheduler:
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         return self._answer((worker_id, node_shutting_down))  # type: ignore[no-any-return]
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        return self._answer(tenant_salt)  # type: ignore[no-any-return]
+
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         assert self._report is not None
         await self._report(stream)

@@ -58,7 +58,9 @@ async def test_finished_explain_and_drain_pass_their_arguments(harness: NetworkH
     service.answer = True
     assert await scheduler.drain("w0")
     assert await scheduler.drain("w0", node_shutting_down=True)
-    assert service.asked == [*actuals, None, b"r", ("w0", False), ("w0", True)]
+    service.answer = ("w0", "w1")
+    assert await scheduler.clear_tenant(b"salt") == ("w0", "w1")
+    assert service.asked == [*actuals, None, b"r", ("w0", False), ("w0", True), b"salt"]
 
 
 async def test_refusal_and_lost_scheduler_raise_typed_errors(harness: NetworkHarness) -> None:

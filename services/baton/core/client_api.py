@@ -320,3 +320,10 @@ class AdminApi(Protocol):
         `SchedulerApi.drain`.
         """
         ...
+
+    async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
+        """Tell all workers to erase the cached KV of a tenant, and return their ids.
+
+        Raises Refused (NOT_FOUND) if no API key belongs to the tenant.
+        """
+        ...

@@ -91,6 +91,10 @@ class SchedulerApi(Protocol):
         """
         ...
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        """Tell all workers to erase the cached KV of a tenant. Returns their ids."""
+        ...
+
 
 class SchedulerService(SchedulerApi, Protocol):
     """The interface between a scheduler and its server: `SchedulerApi` and the report streams of workers."""

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from baton.core.ids import WorkerRef
@@ -18,6 +18,8 @@ SWEPT_CLAIMS_PER_CHANGE = 2
 the memory."""
 
 _ABSENT = object()
+_IN_MEMORY = (Tier.DEVICE, Tier.HOST)
+"""Tiers that other workers can read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +27,16 @@ class PrefixOverlap:
     """Number of leading blocks of a prompt that a worker has.
 
     num_blocks: blocks that it holds or is expected to hold soon.
-    num_held_blocks: blocks that it holds now, in any tier. Only these can be pulled. It may hold a few more,
-        up to the next one that it would announce.
+    num_held_blocks: blocks that it holds now, in any tier. It may hold a few more, up to the next one that it
+        would announce.
     num_device_blocks: leading blocks that are in device memory.
+    num_disk_blocks: blocks that it holds, from the first that is on its disk only. The others can be pulled.
     """
 
     num_blocks: int
     num_held_blocks: int
     num_device_blocks: int
+    num_disk_blocks: int = 0
 
     @property
     def num_reloaded_blocks(self) -> int:
@@ -206,7 +210,7 @@ class PrefixIndex:
         """
         has_other_tiers = bool(self._other_tiers)
         found: dict[str, PrefixOverlap] = {}
-        for length, mask in self._runs(hashes, self._any_tier if has_other_tiers else self._device):
+        for length, mask in self._runs(hashes, self._view_of(Tier) if has_other_tiers else self._device):
             overlap = PrefixOverlap(
                 num_blocks=length, num_held_blocks=length, num_device_blocks=0 if has_other_tiers else length
             )
@@ -215,18 +219,23 @@ class PrefixIndex:
         if has_other_tiers:
             for length, mask in self._runs(hashes, self._device):
                 for worker_id in self._ids(mask):
-                    held = found[worker_id].num_held_blocks
-                    found[worker_id] = PrefixOverlap(num_blocks=held, num_held_blocks=held, num_device_blocks=length)
+                    found[worker_id] = replace(found[worker_id], num_device_blocks=length)
+        if Tier.DISK in self._other_tiers:
+            in_memory = {
+                worker_id: length
+                for length, mask in self._runs(hashes, self._view_of(_IN_MEMORY))
+                for worker_id in self._ids(mask)
+            }
+            for worker_id, overlap in found.items():
+                num_disk_blocks = overlap.num_held_blocks - in_memory.get(worker_id, 0)
+                found[worker_id] = replace(overlap, num_disk_blocks=num_disk_blocks)
         done = 0
         for length, mask in reversed(self._expected.levels(hashes, now_s)):
             for worker_id in self._ids(mask & self._present & ~done):
                 known = found.get(worker_id, _NOTHING)
                 if length > known.num_blocks:
-                    found[worker_id] = PrefixOverlap(
-                        num_blocks=self._end_of_run(hashes, length, self._holders[worker_id]),
-                        num_held_blocks=known.num_held_blocks,
-                        num_device_blocks=known.num_device_blocks,
-                    )
+                    end = self._end_of_run(hashes, length, self._holders[worker_id])
+                    found[worker_id] = replace(known, num_blocks=end)
             done |= mask
         return found
 
@@ -298,27 +307,24 @@ class PrefixIndex:
         claims = self._tiers[Tier.DEVICE]
         return _View(claims.spans, claims.mask_of)
 
-    @property
-    def _any_tier(self) -> "_View":
-        return _View(self._spans_of_any_tier, self._mask_of)
+    def _view_of(self, tiers: Iterable[Tier]) -> "_View":
+        """Return the view over several tiers. Its spans are single blocks, because the tier can change within
+        a chain."""
+        claims = [self._tiers[tier] for tier in tiers if tier is Tier.DEVICE or tier in self._other_tiers]
 
-    def _spans_of_any_tier(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
-        """Yield spans of single blocks over all tiers, because the tier can change within a chain."""
-        for length, block_hash in enumerate(hashes, 1):
-            yield length, self._mask_of(block_hash)
+        def mask_of(block_hash: BlockHash) -> int:
+            mask = 0
+            for of_tier in claims:
+                mask |= of_tier.mask_of(block_hash)
+            return mask
 
-    def _mask_of(self, block_hash: BlockHash) -> int:
-        """Return the mask of the workers that hold a block in any tier."""
-        mask = self._tiers[Tier.DEVICE].mask_of(block_hash)
-        for tier in self._other_tiers:
-            mask |= self._tiers[tier].mask_of(block_hash)
-        return mask
+        return _View(lambda hashes: ((end, mask_of(each)) for end, each in enumerate(hashes, 1)), mask_of)
 
     def _end_of_run(self, hashes: Sequence[BlockHash], start: int, holder: _Holder) -> int:
         """Return the end of a worker's run that continues at `start` after expected blocks."""
-        end = start
+        end, mask_of = start, self._view_of(Tier).mask_of
         for length in range(start + 1, len(hashes) + 1):
-            if self._mask_of(hashes[length - 1]) & holder.bit:
+            if mask_of(hashes[length - 1]) & holder.bit:
                 end = length
             elif length % holder.announce_every == 0:
                 break

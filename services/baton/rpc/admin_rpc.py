@@ -37,6 +37,13 @@ class AdminServicer(pb_grpc.AdminServicer):
             await self._api.drain(message.worker_id, caller_of(context), node_shutting_down=message.node_leaves)
             return pb.DrainResponse()
 
+    async def ClearTenant(  # noqa: N802
+        self, message: pb.ClearTenantRequest, context: Context
+    ) -> pb.ClearTenantResponse:
+        async with client_errors_as_status(context):
+            worker_ids = await self._api.clear_tenant(message.tenant, caller_of(context))
+            return pb.ClearTenantResponse(worker_ids=worker_ids)
+
 
 class AdminClient:
     """Client of `AdminApi`. Raises Refused like the API, and StreamBroken after `call_s`."""
@@ -59,6 +66,10 @@ class AdminClient:
 
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None:
         await self._called(self._stub.Drain, pb.DrainRequest(worker_id=worker_id, node_leaves=node_shutting_down))
+
+    async def clear_tenant(self, tenant: str) -> tuple[str, ...]:
+        reply = await self._called(self._stub.ClearTenant, pb.ClearTenantRequest(tenant=tenant))
+        return tuple(reply.worker_ids)
 
     async def _called(self, method: Callable[..., Any], message: Any) -> Any:
         try:

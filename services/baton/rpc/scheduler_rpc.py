@@ -66,6 +66,12 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
                 known=await self._service.drain(message.worker_id, node_shutting_down=message.node_shutting_down)
             )
 
+    async def ClearTenant(  # noqa: N802
+        self, message: pb.ClearTenantRequest, context: Context
+    ) -> pb.ClearTenantReply:
+        async with grpc_status.errors_as_status(context):
+            return pb.ClearTenantReply(worker_ids=await self._service.clear_tenant(message.tenant_salt))
+
 
 class SchedulerClient:
     """Implements `SchedulerApi` over its own channel pool. Every call takes at most `limit`."""
@@ -100,6 +106,11 @@ class SchedulerClient:
         request = pb.DrainRequest(worker_id=worker_id, node_shutting_down=node_shutting_down)
         reply: pb.DrainReply = await self._called(lambda stub: stub.Drain, request)
         return reply.known
+
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        request = pb.ClearTenantRequest(tenant_salt=tenant_salt)
+        reply: pb.ClearTenantReply = await self._called(lambda stub: stub.ClearTenant, request)
+        return tuple(reply.worker_ids)
 
     @property
     def is_closed(self) -> bool:

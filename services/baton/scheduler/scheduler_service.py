@@ -345,6 +345,10 @@ class Scheduler(SchedulerService):
         """Tell a worker to drain. Returns False if it is not known."""
         return self._workers.drain(worker_id, node_shutting_down=node_shutting_down)
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        """Tell all workers to erase the cached KV of a tenant. Returns their ids."""
+        return self._workers.clear_tenant(tenant_salt)
+
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Receive a worker's reports until its stream ends."""
         await self._workers.report(stream)

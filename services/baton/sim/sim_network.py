@@ -296,6 +296,9 @@ class SimSchedulerClient(SchedulerApi):
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         return await self._call(lambda scheduler: scheduler.drain(worker_id, node_shutting_down=node_shutting_down))
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        return await self._call(lambda scheduler: scheduler.clear_tenant(tenant_salt))
+
     async def watch(self) -> Source[ClusterUpdate]:
         await asyncio.sleep(self._network.draw_delay())
         await self._network.reachable(self._caller, self._address, within_s=DIAL_S)

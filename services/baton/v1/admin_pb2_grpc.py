@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ClearTenant = channel.unary_unary(
+                '/baton.v1.Admin/ClearTenant',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ClearTenantRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ClearTenantResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -75,6 +80,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearTenant(self, request, context):
+        """Erases the cached KV of a tenant on all workers and their disks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'ClearTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearTenant,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ClearTenantRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ClearTenantResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class Admin:
             '/baton.v1.Admin/Drain',
             baton_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ClearTenant',
+            baton_dot_v1_dot_admin__pb2.ClearTenantRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ClearTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

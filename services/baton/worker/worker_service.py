@@ -13,6 +13,7 @@ from baton.core.cluster.worker_report import TierReport, WorkerReport, WorkerRol
 from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
+from baton.core.kv.block_hash import BlockHash
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.step_cost import StepCostModel
@@ -30,7 +31,7 @@ from baton.worker.costs.draft_speedup import RecentDraftSpeedup
 from baton.worker.costs.prefill_share import RecentPrefillShare
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.jobs.job_table import JobTable
-from baton.worker.jobs.leg import LegParts
+from baton.worker.jobs.leg import LegParts, chain_tenant
 from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
@@ -249,6 +250,18 @@ class Worker:
         if problem is not None:
             raise WorkerUnhealthy(f"{type(problem).__name__}: {problem}") from problem
 
+    async def erase_tenant(self, tenant_root: BlockHash) -> int:
+        """Drop all KV of a tenant that no request uses, and return how many blocks of all tiers had any.
+
+        Blocks in use are no longer found by other requests. KV on a disk is overwritten; raises OSError if
+        the disk does not allow that.
+        """
+        erased = self.pool.forget_tenant(tenant_root)
+        for tier in self.tiers:
+            erased += await tier.erase_tenant(tenant_root)
+        self._publish_kv_events()
+        return erased
+
     # -- introspection -----------------------------------------------------------------------------
 
     def report(self, report_seq: int, counted: tuple[DecisionId, ...]) -> WorkerReport:
@@ -360,10 +373,22 @@ class Worker:
                     self.publisher.request_snapshot()
             case CommandKind.REPLACE:
                 self._lifecycle.accept_replacement()
+            case CommandKind.CLEAR:
+                self.tasks.start(self._clear_tenant(command.tenant_salt), name="clear-tenant")
             case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:
                 self.tasks.start(self._warm_link(command.peer), name=f"warm-{command.peer}")
             case _:
                 log.warning("command_ignored", kind=command.kind.value)
+
+    async def _clear_tenant(self, tenant_salt: bytes) -> None:
+        layout = self.layout
+        root = chain_tenant(layout.model_fingerprint, tenant_salt, layout.block_size_tokens)
+        try:
+            num_blocks = await self.erase_tenant(root)
+        except OSError as error:
+            log.error("tenant_not_erased", problem=str(error), hint="KV of the tenant may be left on the disk")
+        else:
+            log.info("tenant_erased", num_blocks=num_blocks)
 
     async def _warm_link(self, peer: WorkerRef) -> None:
         """Connect to a peer and measure the link. The next report contains the result."""

@@ -47,6 +47,9 @@ class StubAdminApi(AdminApi):
     async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
         self.drained.append(worker_id)
 
+    async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
+        return (tenant,)
+
 
 @pytest.fixture
 def admin() -> StubAdminApi:

@@ -35,6 +35,7 @@ class FakeGateway:
         self.explained: list[str | None] = []
         self.drained: list[str] = []
         self.drained_with_node: list[str] = []
+        self.cleared: list[str] = []
 
     async def status(self) -> ClusterStatus:
         self.num_status_calls += 1
@@ -51,6 +52,10 @@ class FakeGateway:
         self.drained.append(worker_id)
         if node_shutting_down:
             self.drained_with_node.append(worker_id)
+
+    async def clear_tenant(self, tenant: str) -> tuple[str, ...]:
+        self.cleared.append(tenant)
+        return ("d0", "p0")
 
 
 def admin_context(
@@ -131,6 +136,13 @@ def test_drain_by_name_prints_the_running_sequences() -> None:
     assert done.stdout == "w1 (hybrid, pid 7) drains 1 sequence\n"
     assert gateway.drained == ["w1"]
     assert gateway.drained_with_node == []
+
+
+def test_clearing_the_cache_of_a_tenant_names_the_workers() -> None:
+    gateway = FakeGateway(cluster_status())
+    done = run(gateway, "cache", "clear", "--tenant", "search")
+    assert done.stdout == "told 2 workers to erase the KV of tenant search: d0, p0\n"
+    assert gateway.cleared == ["search"]
 
 
 def test_drain_here_selects_the_workers_of_this_machine() -> None:

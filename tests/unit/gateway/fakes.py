@@ -350,6 +350,7 @@ class StubScheduler:
         self.actuals: list[RequestActuals] = []
         self.num_outcomes_per_call: list[int] = []
         self.drained: list[tuple[str, bool]] = []
+        self.cleared: list[bytes] = []
         self.records: tuple[DecisionRecord, ...] = ()
         self.answer: Callable[[PlacementQuery], Placement | Rejection | StillWaiting | None] = lambda _: None
         self.hangs = False
@@ -413,6 +414,10 @@ class StubScheduler:
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         self.drained.append((worker_id, node_shutting_down))
         return any(w.ref.worker_id == worker_id for w in self.workers)
+
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        self.cleared.append(tenant_salt)
+        return tuple(w.ref.worker_id for w in self.workers)
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         raise AssertionError("stub workers do not report")

@@ -281,6 +281,12 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
         with pytest.raises(Refused, match="known are: p0, d0"):
             await admin(c).drain("d7", ANONYMOUS)
         assert c.scheduler.drained == [("d0", True), ("d7", False)]
+        with pytest.raises(Refused, match="may clear caches"):
+            await admin(c).clear_tenant("default", Caller(address="ipv4:192.0.2.7:5000"))
+        with pytest.raises(Refused, match="no API key belongs to tenant 'x'"):
+            await admin(c).clear_tenant("x", ANONYMOUS)
+        assert await admin(c).clear_tenant("default", ANONYMOUS) == ("p0", "d0")
+        assert c.scheduler.cleared == [b""]
         c.scheduler.die()
         with pytest.raises(Refused) as refused:
             await admin(c).drain("d0", ANONYMOUS)

@@ -55,6 +55,10 @@ class StallingScheduler:
         await self._wait()
         return True
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        await self._wait()
+        return ()
+
     async def watch(self) -> Any:
         await self._wait()
         return Mock(receive=asyncio.Event().wait, aclose=asyncio.Event().wait)

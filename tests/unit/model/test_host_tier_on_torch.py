@@ -18,6 +18,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
+from baton.worker.disk.disk_format import file_shape
 from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.reloads import Reloads
 from baton.worker.tiers.slower_tiers import SlowerTiers
@@ -55,7 +56,7 @@ class Rig:
         self.cached: dict[int, int] = {}
         self.ended, self.stored = asyncio.Event(), asyncio.Event()
         self.loop = EngineLoop(self.engine, self.device.executor, self.deliver)
-        tasks, tier = BackgroundTasks(self.failed), self.device.tier
+        tasks, tier = BackgroundTasks(self.failed), self.device.tier or self.device.disk
         assert tier is not None
         self.tier = tier
         self.copy_out = CopyOut(
@@ -101,9 +102,12 @@ def prompt_hashes(rig: Rig, prompt: int) -> list[bytes]:
     return list(request.block_hashes[:NUM_BLOCKS])
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kind", ["plain", "int8", "windows"])
-async def test_evicted_blocks_come_back_unchanged(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+async def test_evicted_blocks_come_back_unchanged(kind: str, tier: str, tiny_dir: Path, tmp_path: Path) -> None:
     path, changes = tiny_dir, {"kv_memory": MIB // 4}
+    if tier == "disk":
+        changes |= {"host_kv_memory": 0, "disk_kv": tmp_path / "kv", "disk_kv_size": 4 * MIB}
     if kind == "int8":
         changes |= {"kv_dtype": "int8"}
     elif kind == "windows":
@@ -126,7 +130,7 @@ async def test_evicted_blocks_come_back_unchanged(kind: str, tiny_dir: Path, tmp
             if not rig.device.pool.lookup(needed[:1]):
                 break
         assert rig.device.pool.lookup(needed[:1]) == [], "the prompt was not evicted"
-        assert await rig.reloads.reload(hashes) == NUM_BLOCKS
+        assert await rig.reloads.reload(hashes) == {rig.tier.tier: NUM_BLOCKS}
         assert rig.contents(needed) == before
         assert await rig.answer(2, prompt=0) == first
         assert rig.cached[2] == NUM_BLOCKS * SIZE
@@ -137,6 +141,43 @@ async def test_evicted_blocks_come_back_unchanged(kind: str, tiny_dir: Path, tmp
             task.cancel()
         await asyncio.wait((running, copying))
         await rig.device.aclose()
+
+
+@pytest.mark.parametrize("io", ["threads", "nixl"])
+async def test_the_next_process_answers_from_the_disk(io: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """With the same tokens, also if a block was corrupted in between: that one is computed again."""
+    settings = {"kv_memory": MIB, "host_kv_memory": 0, "disk_kv": tmp_path / "kv", "disk_kv_size": 4 * MIB}
+    answers: list[list[int]] = []
+    for run in range(3):
+        rig = Rig(tiny_dir, disk_kv_io=io, **settings)
+        tasks = [asyncio.ensure_future(rig.loop.run()), asyncio.ensure_future(rig.copy_out.run())]
+        try:
+            hashes = prompt_hashes(rig, 0)
+            reloaded = await rig.reloads.reload(hashes)
+            answers.append(list(await rig.answer(0, prompt=0)))
+            await rig.answer(1, prompt=0)  # the second use
+            async with asyncio.timeout(30):
+                while not all(rig.tier.holds(each) for each in hashes):
+                    rig.stored.clear()
+                    await rig.stored.wait()
+            assert answers[run] == answers[0]
+            assert reloaded == ({}, {Tier.DISK: NUM_BLOCKS}, {Tier.DISK: 3})[run]
+            assert rig.tier.totals.invalid_blocks == (run == 2)
+            slot = rig.tier.slots.slot_of(hashes[3])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await rig.device.aclose()
+        if run == 1:
+            assert slot is not None
+            layout = rig.device.executor.layout
+            offset = file_shape(layout, 4 * MIB).payload_offset(slot)
+            with (tmp_path / "kv" / "kv-0.baton").open("r+b") as file:
+                file.seek(offset + layout.block_bytes // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([byte ^ 1]))
 
 
 async def test_the_tier_is_a_second_region_that_peers_read(tiny_dir: Path) -> None:

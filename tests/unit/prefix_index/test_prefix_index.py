@@ -13,7 +13,7 @@ from baton.prefix_index.index import PrefixIndex, PrefixOverlap
 from tests.builders import hashes_of, worker_ref
 from tests.scale import sized
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 W0, W1 = worker_ref("w0"), worker_ref("w1")
 CHAIN = hashes_of(range(24))  # 6 blocks
 
@@ -25,10 +25,15 @@ def index_of(*workers: WorkerRef) -> PrefixIndex:
     return index
 
 
-def overlap(num_blocks: int, held: int | None = None, device: int | None = None) -> PrefixOverlap:
+def overlap(
+    num_blocks: int, held: int | None = None, device: int | None = None, in_memory: int | None = None
+) -> PrefixOverlap:
     held = num_blocks if held is None else held
     return PrefixOverlap(
-        num_blocks=num_blocks, num_held_blocks=held, num_device_blocks=held if device is None else device
+        num_blocks=num_blocks,
+        num_held_blocks=held,
+        num_device_blocks=held if device is None else device,
+        num_disk_blocks=0 if in_memory is None else held - in_memory,
     )
 
 
@@ -51,6 +56,19 @@ def test_block_in_two_tiers_is_held_until_evicted_from_both() -> None:
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(4, device=1)}
     index.evicted(W0, HOST, CHAIN[1:4])
     assert index.overlaps(CHAIN, 0.0) == {"w0": overlap(1)}
+
+
+def test_blocks_on_disk_only_are_held_but_not_in_memory() -> None:
+    index = index_of(W0, W1)
+    index.stored(W0, DEVICE, CHAIN[:1])
+    index.stored(W0, HOST, CHAIN[1:2])
+    index.stored(W0, DISK, CHAIN[:4])
+    index.stored(W1, DISK, CHAIN[:3])
+    found = index.overlaps(CHAIN, 0.0)
+    assert found == {"w0": overlap(4, device=1, in_memory=2), "w1": overlap(3, device=0, in_memory=0)}
+    assert [found[each].num_reloaded_blocks for each in ("w0", "w1")] == [3, 3]
+    index.stored(W0, HOST, CHAIN[2:4])
+    assert index.overlaps(CHAIN, 0.0)["w0"] == overlap(4, device=1)
 
 
 def test_new_incarnation_starts_empty_and_events_of_the_old_one_are_ignored() -> None:
@@ -251,7 +269,8 @@ class NaiveIndex:
             holder.expected = {chain: until for chain, until in holder.expected.items() if until > now_s}
             device, held = holder.held[DEVICE], set().union(*holder.held.values())
             soon = held.union(*holder.expected)
-            lengths = [run(hashes, among, holder.announce_every) for among in (soon, held, device)]
+            in_memory = device | holder.held[HOST]
+            lengths = [run(hashes, among, holder.announce_every) for among in (soon, held, device, in_memory)]
             if lengths[0]:
                 found[worker_id] = overlap(*lengths)
         return found
@@ -273,7 +292,7 @@ INTERVALS = {"w0": 1, "w1": 2, "w2": 4}
 
 some_blocks = st.lists(st.sampled_from(BLOCKS), max_size=12).map(tuple)
 leading = st.builds(lambda chain, length: chain[: 1 + length % len(chain)], st.sampled_from(CHAINS), st.integers(0, 8))
-workers, tiers, moments = st.sampled_from(WORKERS), st.sampled_from([DEVICE, DEVICE, HOST]), st.integers(0, 9)
+workers, tiers, moments = st.sampled_from(WORKERS), st.sampled_from([DEVICE, DEVICE, HOST, DISK]), st.integers(0, 9)
 acts = st.one_of(
     st.tuples(st.just("join"), workers),
     st.tuples(st.just("stored"), workers, tiers, st.one_of(leading, some_blocks)),

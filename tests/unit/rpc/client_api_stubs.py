@@ -89,3 +89,7 @@ class StubAdmin:
             raise Refused(
                 Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=f"there is no worker {worker_id}")
             )
+
+    async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
+        self.calls.append(tenant)
+        return ("w0", "w1")

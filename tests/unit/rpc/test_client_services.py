@@ -398,7 +398,8 @@ async def test_admin_calls_return_values_and_failures(gateway: GatewayServer) ->
     with pytest.raises(Refused, match="there is no worker w9") as refused:
         await client.drain("w9")
     assert refused.value.failure.code is Code.NOT_FOUND
-    assert gateway.admin.calls == [None, "req-1", ("w0", True), ("w9", False)]
+    assert await client.clear_tenant("search") == ("w0", "w1")
+    assert gateway.admin.calls == [None, "req-1", ("w0", True), ("w9", False), "search"]
 
 
 async def test_call_without_a_gateway_raises_stream_broken() -> None:

@@ -13,14 +13,17 @@ NUM_BLOCKS = 64
 BLOCK_BYTES = LAYOUT.block_bytes
 
 
-def tier(bytes_per_s: float) -> tuple[TierReport, ...]:
-    return (TierReport(tier="host", total=20_000, held=100, load_bytes_per_s=bytes_per_s),)
+def tier(bytes_per_s: float, disk_bytes_per_s: float = 0.0) -> tuple[TierReport, ...]:
+    speeds = {"host": bytes_per_s, "disk": disk_bytes_per_s}
+    return tuple(TierReport(tier=name, total=20_000, held=100, load_bytes_per_s=each) for name, each in speeds.items())
 
 
-def with_reloads(cluster: ClusterSnapshot, **reloaded: int) -> ClusterSnapshot:
-    """Return the cluster in which so many of the blocks that workers hold are in host memory only."""
+def with_reloads(cluster: ClusterSnapshot, **reloaded: int | tuple[int, int]) -> ClusterSnapshot:
+    """Return the cluster in which so many of the blocks that workers hold are in slower tiers only, and so
+    many of these on disk only."""
+    numbers = {name: each if isinstance(each, tuple) else (each, 0) for name, each in reloaded.items()}
     overlaps = {
-        name: RecordedOverlap(known.num_blocks, known.num_held_blocks, reloaded.get(name, 0))
+        name: RecordedOverlap(known.num_blocks, known.num_held_blocks, *numbers.get(name, (0, 0)))
         for name, known in cluster.overlaps.items()
     }
     return ClusterSnapshot(workers=cluster.workers, overlaps=overlaps)
@@ -85,3 +88,25 @@ def test_a_decision_shows_the_reload() -> None:
     terms = next(c.terms for c in got.candidates if c.worker.worker_id == "p" and c.side == "prefill")
     assert terms["reloaded_blocks"] == 48
     assert terms["reload_s"] == pytest.approx(48 * BLOCK_BYTES / 1e8)
+
+
+def test_host_and_disk_load_at_the_same_time() -> None:
+    p = measured("p", "prefill", tiers=tier(1e8, 2e8))
+    got = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=(48, 32)))
+    assert reload_s(got) == pytest.approx(32 * BLOCK_BYTES / 2e8)
+    terms = next(c.terms for c in got.candidates if c.worker.worker_id == "p" and c.side == "prefill")
+    assert (terms["reloaded_blocks"], terms["disk_blocks"]) == (48, 32)
+
+
+def test_what_a_slow_disk_holds_is_computed_and_the_rest_reloaded() -> None:
+    p = measured("p", "prefill", tiers=tier(1e9, 1.0))
+    slow = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=(48, 16)))
+    without = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS - 16), p=32))
+    assert predicted(slow).ttft_s == pytest.approx(predicted(without).ttft_s)
+
+
+def test_blocks_on_the_disk_of_another_worker_are_not_pulled() -> None:
+    p, q = measured("p", "prefill", **queued(4096)), measured("q", "prefill", tiers=tier(1e9, 1e9))
+    cluster = seen(measured("a", "prefill"), p, q, busy(), q=NUM_BLOCKS)
+    source = chosen(with_reloads(cluster, q=(48, 32))).prefix_source
+    assert source is None or source.num_blocks == NUM_BLOCKS - 32

@@ -145,7 +145,26 @@ def drain(
         sys.exit(NOT_GONE_EXIT_CODE)
 
 
-COMMANDS = (status, explain, drain)
+@click.group()
+def cache() -> None:
+    """Manage the cached KV of the workers."""
+
+
+@cache.command()
+@click.option("--tenant", required=True, help="Tenant of the API keys; `default` if there are none.")
+@gateway_options
+def clear(tenant: str, choice: GatewayChoice, context: AdminContext) -> None:
+    """Erase the cached KV of a tenant on all workers and their disks.
+
+    Returns when the workers were told. Each logs `tenant_erased` when it has. What running requests compute
+    is cached again.
+    """
+    gateway = _locate(choice, context, must_be_unique=True)
+    told = _call(gateway, context, lambda client: client.clear_tenant(tenant))
+    click.echo(f"told {len(told)} workers to erase the KV of tenant {tenant}: {', '.join(told) or 'none'}")
+
+
+COMMANDS = (status, explain, drain, cache)
 
 
 def _locate(choice: GatewayChoice, context: AdminContext, *, must_be_unique: bool = False) -> GatewayAddress:

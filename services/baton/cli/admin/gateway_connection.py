@@ -30,6 +30,8 @@ class Gateway(Protocol):
 
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None: ...
 
+    async def clear_tenant(self, tenant: str) -> tuple[str, ...]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
@@ -119,6 +121,9 @@ class ReconnectingGateway:
 
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None:
         await self._call(lambda gateway: gateway.drain(worker_id, node_shutting_down=node_shutting_down))
+
+    async def clear_tenant(self, tenant: str) -> tuple[str, ...]:
+        return await self._call(lambda gateway: gateway.clear_tenant(tenant))
 
     async def _call(self, call: Callable[[Gateway], Coroutine[Any, Any, T]]) -> T:
         if self._gateway is None:

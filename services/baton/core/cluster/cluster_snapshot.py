@@ -88,12 +88,17 @@ class Overlap(Protocol):
 
     @property
     def num_held_blocks(self) -> int:
-        """Leading blocks that it holds now. Only these can be pulled."""
+        """Leading blocks that it holds now. Only these can be pulled, apart from those on its disk."""
         ...
 
     @property
     def num_reloaded_blocks(self) -> int:
         """Those of them that it must reload from a slower tier."""
+        ...
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Those of them that it must reload from its disk. Other workers cannot pull them."""
         ...
 
 

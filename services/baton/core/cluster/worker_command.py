@@ -14,6 +14,7 @@ class CommandKind(Enum):
     PROBE_LINK: connect with `peer` and measure the link again.
     CONNECT: connect with `peer` before the pair is used.
     REPLACE: drain and exit now, as this worker has asked to be replaced.
+    CLEAR: erase the cached KV of a tenant.
     """
 
     SNAPSHOT = "snapshot"
@@ -21,6 +22,7 @@ class CommandKind(Enum):
     PROBE_LINK = "probe_link"
     CONNECT = "connect"
     REPLACE = "replace"
+    CLEAR = "clear"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +31,10 @@ class WorkerCommand:
 
     peer: the other worker, for PROBE_LINK and CONNECT.
     node_shutting_down: the worker's machine is about to stop; for DRAIN.
+    tenant_salt: of the tenant; for CLEAR.
     """
 
     kind: CommandKind
     peer: WorkerRef | None = None
     node_shutting_down: bool = False
+    tenant_salt: bytes = b""

@@ -26,7 +26,7 @@ class KvEventKind(Enum):
 
 
 class Tier(Enum):
-    """Memory tier of a block, fastest first. Workers of this release use DEVICE and HOST."""
+    """Memory tier of a block, fastest first."""
 
     DEVICE = "device"
     HOST = "host"

@@ -168,6 +168,11 @@ class KeyRing:
         """Return the identity of the key with this digest; None if no valid key has it."""
         return None if self._keys is None else self._keys.get(digest)
 
+    def salt_of(self, tenant: str) -> bytes | None:
+        """Return the cache salt of a tenant; None if no key belongs to it."""
+        known = self._keys.values() if self.has_keys else (ANONYMOUS,)
+        return next((identity.cache_salt for identity in known if identity.tenant == tenant), None)
+
     def check_admin(self, identity: Identity) -> None:
         """Raise Refused (403) unless the key is an admin's."""
         if not identity.is_admin:

@@ -238,15 +238,30 @@ class AdminService:
         return records
 
     async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
-        identity = self._check(caller)
-        if not self._service.keys.has_keys and not is_this_machine(caller.address):
-            message = "without API keys only processes of the gateway's machine may drain workers; set --api-keys"
-            raise Refused(Failure(code=Code.PERMISSION_DENIED, reason=Reason.FORBIDDEN, message=message))
+        identity = self._check_operator(caller, "drain workers")
         log.info("drain_requested", worker=worker_id, node_shutting_down=node_shutting_down, key=identity.name)
         if not await self._service.schedulers.drain(worker_id, node_shutting_down=node_shutting_down):
             known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"
             message = f"worker {worker_id!r} is unknown; known are: {known}"
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+
+    async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
+        identity = self._check_operator(caller, "clear caches")
+        salt = self._service.keys.salt_of(tenant)
+        if salt is None:
+            message = f"no API key belongs to tenant {tenant!r}; clear its cache before its last key is removed"
+            raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+        log.info("clear_requested", tenant=tenant, key=identity.name)
+        return await self._service.schedulers.clear_tenant(salt)
+
+    def _check_operator(self, caller: Caller, what: str) -> Identity:
+        """Return the caller's identity. Raises Refused unless it is an admin's, or without keys one of this
+        machine."""
+        identity = self._check(caller)
+        if not self._service.keys.has_keys and not is_this_machine(caller.address):
+            message = f"without API keys only processes of the gateway's machine may {what}; set --api-keys"
+            raise Refused(Failure(code=Code.PERMISSION_DENIED, reason=Reason.FORBIDDEN, message=message))
+        return identity
 
     def _check(self, caller: Caller) -> Identity:
         """Return the caller's identity. Raises Refused unless it is an admin's."""

@@ -157,7 +157,11 @@ to_cluster_update, from_cluster_update = _UPDATE.to_wire, _UPDATE.from_wire
 _COMMAND = MessageMapping(
     WorkerCommand,
     pb.Command,
-    {"kind": nested(COMMAND_KINDS.to_wire, COMMAND_KINDS.from_wire), "peer": _OPTIONAL_REF},
+    {
+        "kind": nested(COMMAND_KINDS.to_wire, COMMAND_KINDS.from_wire),
+        "peer": _OPTIONAL_REF,
+        "tenant_salt": _NAME,
+    },
 )
 
 to_command, from_command = _COMMAND.to_wire, _COMMAND.from_wire

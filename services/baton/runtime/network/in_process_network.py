@@ -207,6 +207,9 @@ class _SchedulerCalls:
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         return await self._call(lambda service: service.drain(worker_id, node_shutting_down=node_shutting_down))
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        return await self._call(lambda service: service.clear_tenant(tenant_salt))
+
     async def _call(self, call: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
         """Run a call in its own task, which `InProcessNetwork.remove` can break."""
         task = asyncio.get_running_loop().create_task(call(self._network.scheduler_service(self._address)))

@@ -26,6 +26,7 @@ class RecordedOverlap(NamedTuple):
     num_blocks: int
     num_held_blocks: int
     num_reloaded_blocks: int = 0
+    num_disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ def _inputs(
             overlap.num_blocks,
             overlap.num_held_blocks if worker_id in pullable else 0,
             overlap.num_reloaded_blocks,
+            overlap.num_disk_blocks,
         ]
         for worker_id, overlap in cluster.overlaps.items()
         if worker_id in recorded

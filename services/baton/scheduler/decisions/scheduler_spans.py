@@ -47,6 +47,9 @@ class TracedScheduler(SchedulerService):
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         return await self._inner.drain(worker_id, node_shutting_down=node_shutting_down)
 
+    async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        return await self._inner.clear_tenant(tenant_salt)
+
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         await self._inner.report(stream)
 

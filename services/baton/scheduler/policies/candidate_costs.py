@@ -25,6 +25,7 @@ from baton.scheduler.policies.policy_types import Choice, LazyCandidates, Policy
 from baton.scheduler.prediction.predict import (
     FirstTokenTerms,
     Prompt,
+    ReloadTerms,
     capacity_wait_s,
     expected_output_tokens,
     exposed_reload_s,
@@ -192,9 +193,16 @@ def _reload_terms_s(inputs: PlacementInputs) -> Floats:
     w, prompt = inputs.workers, inputs.prompt
     if not prompt.reloaded_blocks.any():
         return np.zeros(len(w.views))
-    device_tokens = prompt.overlap_tokens - prompt.reloaded_blocks * w.reported.block_size_tokens
-    saved_s = inputs.first.prefill_s(w, prompt.num_tokens, device_tokens) - inputs.own_prefill_s
-    return exposed_reload_s(w, prompt.reloaded_blocks * prompt.block_bytes, inputs.first.queue_s, saved_s)
+    first, size = inputs.first, w.reported.block_size_tokens
+    device_tokens = prompt.overlap_tokens - prompt.reloaded_blocks * size
+    memory_tokens = prompt.overlap_tokens - prompt.disk_blocks * size
+    terms = ReloadTerms(
+        host_bytes=(prompt.reloaded_blocks - prompt.disk_blocks) * prompt.block_bytes,
+        disk_bytes=prompt.disk_blocks * prompt.block_bytes,
+        saved_s=first.prefill_s(w, prompt.num_tokens, device_tokens) - inputs.own_prefill_s,
+        disk_saved_s=first.prefill_s(w, prompt.num_tokens, memory_tokens) - inputs.own_prefill_s,
+    )
+    return exposed_reload_s(w, terms, first.queue_s)
 
 
 def rank(terms: PrefillTerms, candidates: Mask) -> None:
@@ -254,21 +262,26 @@ def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
     cannot shorten a local prefill.
     """
     prompt, row = inputs.prompt, inputs.workers.row(decode)
+    size, disk_blocks = row.reported.block_size_tokens, prompt.disk_blocks.item(decode)
     if row.reported.can_prefill:
         cached_tokens = prompt.overlap_tokens.item(decode)
     else:
-        cached_tokens = prompt.pullable_blocks.get(decode, 0) * row.reported.block_size_tokens
+        cached_tokens = (prompt.pullable_blocks.get(decode, 0) + disk_blocks) * size
     first = first_token(row, inputs.query, cached_tokens)
     prefill_s = first.prefill_s(row, prompt.num_tokens, cached_tokens)
     reloaded_blocks = prompt.reloaded_blocks.item(decode)
-    device_tokens = cached_tokens - reloaded_blocks * row.reported.block_size_tokens
-    saved_s = first.prefill_s(row, prompt.num_tokens, device_tokens) - prefill_s
-    reloaded_bytes = reloaded_blocks * prompt.block_bytes.item(decode)
+    block_bytes, num_tokens = prompt.block_bytes.item(decode), prompt.num_tokens
+    reload = ReloadTerms(
+        host_bytes=(reloaded_blocks - disk_blocks) * block_bytes,
+        disk_bytes=disk_blocks * block_bytes,
+        saved_s=first.prefill_s(row, num_tokens, cached_tokens - reloaded_blocks * size) - prefill_s,
+        disk_saved_s=first.prefill_s(row, num_tokens, cached_tokens - disk_blocks * size) - prefill_s,
+    )
     return LocalPrefill(
         first=first,
         cached_tokens=cached_tokens,
         prefill_s=prefill_s,
-        reload_s=exposed_reload_s(row, reloaded_bytes, first.queue_s, saved_s),
+        reload_s=exposed_reload_s(row, reload, first.queue_s),
     )
 
 

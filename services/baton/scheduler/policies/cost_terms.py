@@ -141,6 +141,8 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
         values["margin_s"] = terms.local_margin_s
     if prompt.reloaded_blocks[i] > 0:
         values["reload_s"], values["reloaded_blocks"] = terms.reload_s[i], prompt.reloaded_blocks[i]
+    if prompt.disk_blocks[i] > 0:
+        values["disk_blocks"] = prompt.disk_blocks[i]
     if terms.source[i] != NO_SOURCE:
         values["pull_fixed_s"], values["dial_s"] = terms.pull_fixed_s[i], terms.dial_s[i]
         values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.overlap_blocks[i]

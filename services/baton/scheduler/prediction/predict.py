@@ -43,6 +43,7 @@ class Prompt:
     overlap_blocks: Floats  # leading blocks that the worker holds or soon will
     overlap_tokens: Floats  # tokens in these blocks
     reloaded_blocks: Floats  # those of them that the worker has in a slower tier only
+    disk_blocks: Floats  # those of them that it has on its disk only
     pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
     waited_s: float = 0.0  # since the arrival at the gateway; 0 for a request that continues an earlier attempt
 
@@ -50,7 +51,7 @@ class Prompt:
 def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerTable) -> Prompt:
     """Combine a query with what the prefix index knows about it. `overlaps` is keyed by worker id."""
     block_size_tokens = w.reported.block_size_tokens
-    overlap_blocks, reloaded_blocks = np.zeros(len(w.views)), np.zeros(len(w.views))
+    overlap_blocks, reloaded_blocks, disk_blocks = np.zeros((3, len(w.views)))
     pullable_blocks: dict[int, float] = {}
     max_cached_tokens = max(0, query.num_prompt_tokens - 1)
     for worker_id, overlap in overlaps.items():
@@ -58,10 +59,11 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         if i is not None:
             max_blocks = max_cached_tokens // block_size_tokens.item(i)
             overlap_blocks[i] = min(overlap.num_blocks, max_blocks)
-            held, device = overlap.num_held_blocks, overlap.num_held_blocks - overlap.num_reloaded_blocks
-            reloaded_blocks[i] = min(held, max_blocks) - min(device, max_blocks)
-            if overlap.num_held_blocks and max_blocks:
-                pullable_blocks[i] = min(overlap.num_held_blocks, max_blocks)
+            held, num_beyond = overlap.num_held_blocks, max(0, overlap.num_held_blocks - max_blocks)
+            reloaded_blocks[i] = max(0, overlap.num_reloaded_blocks - num_beyond)
+            disk_blocks[i] = max(0, overlap.num_disk_blocks - num_beyond)
+            if (num_pullable := min(held - overlap.num_disk_blocks, max_blocks)) > 0:
+                pullable_blocks[i] = num_pullable
     return Prompt(
         num_tokens=query.num_prompt_tokens,
         num_samples=max(1, query.sample_count),
@@ -71,6 +73,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         overlap_blocks=overlap_blocks,
         overlap_tokens=overlap_blocks * block_size_tokens,
         reloaded_blocks=reloaded_blocks,
+        disk_blocks=disk_blocks,
         pullable_blocks=pullable_blocks,
         waited_s=0.0 if query.num_output_tokens else query.waited_s,
     )
@@ -135,14 +138,35 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
     return FirstTokenTerms(share=share, queue_s=queue_s, target_s=target_s - waited_s)
 
 
-def exposed_reload_s(w: WorkerData[N], reloaded_bytes: N, queue_s: N, saved_s: N) -> N:
-    """Predict how much longer than its queue a prompt waits for blocks of a slower tier of its worker.
+@dataclass(frozen=True, slots=True)
+class ReloadTerms(Generic[N]):
+    """What workers reload of a prompt, and what that saves.
 
-    The reload begins when the job arrives, after those under way. If it is slower than computing the same
-    tokens, which takes `saved_s`, the worker computes them.
+    host_bytes, disk_bytes: of the blocks in host memory and on the disk
+    saved_s: time to compute all of them. disk_saved_s: time to compute those on the disk.
     """
-    reload_s = w.reported.reload_queued_s + reloaded_bytes * w.reported.reload_s_per_byte
-    return minimum(maximum(reload_s - queue_s, 0.0), maximum(saved_s, 0.0))
+
+    host_bytes: N
+    disk_bytes: N
+    saved_s: N
+    disk_saved_s: N
+
+
+def exposed_reload_s(w: WorkerData[N], reload: ReloadTerms[N], queue_s: N) -> N:
+    """Predict how much longer than its queue a prompt waits for blocks of slower tiers of its worker.
+
+    The reload begins when the job arrives, after those under way; the tiers load at the same time. If it is
+    slower than computing the same tokens, the worker computes them. If only the disk is slower, it computes
+    what is on the disk.
+    """
+    reported = w.reported
+    host_s = reported.host_reload_queued_s + reload.host_bytes * reported.host_reload_s_per_byte
+    host_s = where(reload.host_bytes <= 0, 0.0, host_s)
+    disk_s = reported.disk_reload_queued_s + reload.disk_bytes * reported.disk_reload_s_per_byte
+    disk_s = where(reload.disk_bytes <= 0, 0.0, disk_s)
+    all_s = maximum(maximum(host_s, disk_s) - queue_s, 0.0)
+    without_disk_s = maximum(host_s - queue_s, 0.0) + maximum(reload.disk_saved_s, 0.0)
+    return minimum(minimum(all_s, without_disk_s), maximum(reload.saved_s, 0.0))
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:

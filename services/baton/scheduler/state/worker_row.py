@@ -5,6 +5,7 @@ from math import ceil, inf
 
 from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.worker_report import TierReport, WorkerState
+from baton.core.kv.kv_events import Tier
 from baton.scheduler.state.shared_steps import longest_step_s, prefill_share
 from baton.scheduler.state.worker_data import MEASURED_COSTS, NO_COSTS, DerivedState, ReportedState, ReservedState
 from baton.scheduler.state.worker_links import ExpectedLink
@@ -54,8 +55,10 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         tpot_factor=report.target_factors.tpot,
         default_link_s_per_byte=link.s_per_byte,
         default_link_exposed_s=link.exposed_s,
-        reload_s_per_byte=_reload_s_per_byte(report.tiers),
-        reload_queued_s=sum(tier.loading_bytes for tier in report.tiers) * _reload_s_per_byte(report.tiers),
+        host_reload_s_per_byte=_reload_s_per_byte(report.tiers, Tier.HOST),
+        disk_reload_s_per_byte=_reload_s_per_byte(report.tiers, Tier.DISK),
+        host_reload_queued_s=_reload_queued_s(report.tiers, Tier.HOST),
+        disk_reload_queued_s=_reload_queued_s(report.tiers, Tier.DISK),
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
         base_step_s=0.0,
@@ -82,9 +85,15 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
     return reported
 
 
-def _reload_s_per_byte(tiers: Sequence[TierReport]) -> float:
-    """Return the reciprocal speed of the slowest tier that was measured; 0 if none was."""
-    return max((1 / tier.load_bytes_per_s for tier in tiers if tier.load_bytes_per_s > 0), default=0.0)
+def _reload_s_per_byte(tiers: Sequence[TierReport], kind: Tier) -> float:
+    """Return the reciprocal speed of a tier; 0 if it was not measured."""
+    speeds = [tier.load_bytes_per_s for tier in tiers if tier.tier == kind.value and tier.load_bytes_per_s > 0]
+    return max((1 / speed for speed in speeds), default=0.0)
+
+
+def _reload_queued_s(tiers: Sequence[TierReport], kind: Tier) -> float:
+    """Return the time until the reloads from a tier that are under way have ended; 0 if not known."""
+    return sum(tier.loading_bytes for tier in tiers if tier.tier == kind.value) * _reload_s_per_byte(tiers, kind)
 
 
 def reserved_state(view: WorkerView) -> ReservedState[float]:

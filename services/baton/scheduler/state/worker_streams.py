@@ -116,6 +116,15 @@ class WorkerStreams:
                     return True
         return False
 
+    def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
+        """Tell all workers to erase the cached KV of a tenant. Returns the ids of those with an open stream."""
+        told: list[str] = []
+        for worker, stream in self._streams.items():
+            with suppress(StreamBroken):
+                stream.send(WorkerCommand(kind=CommandKind.CLEAR, tenant_salt=tenant_salt))
+                told.append(worker.worker_id)
+        return tuple(sorted(told))
+
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Receive one worker epoch's reports until its stream ends. The worker counts as lost then."""
         worker: WorkerRef | None = None

@@ -31,6 +31,7 @@ class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMAND_KIND_PROBE_LINK: _ClassVar[CommandKind]
     COMMAND_KIND_CONNECT: _ClassVar[CommandKind]
     COMMAND_KIND_REPLACE: _ClassVar[CommandKind]
+    COMMAND_KIND_CLEAR: _ClassVar[CommandKind]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
@@ -46,6 +47,7 @@ COMMAND_KIND_DRAIN: CommandKind
 COMMAND_KIND_PROBE_LINK: CommandKind
 COMMAND_KIND_CONNECT: CommandKind
 COMMAND_KIND_REPLACE: CommandKind
+COMMAND_KIND_CLEAR: CommandKind
 
 class Slo(_message.Message):
     __slots__ = ("ttft_s", "tpot_s")
@@ -358,14 +360,16 @@ class StepCostModel(_message.Message):
     def __init__(self, version: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_attended_s: _Optional[float] = ..., decode_seq_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ..., decode_factor: _Optional[float] = ..., mixed_factor: _Optional[float] = ..., num_measured: _Optional[int] = ..., draft_token_s: _Optional[float] = ..., verify_factor: _Optional[float] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("kind", "peer", "node_shutting_down")
+    __slots__ = ("kind", "peer", "node_shutting_down", "tenant_salt")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     NODE_SHUTTING_DOWN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     kind: CommandKind
     peer: _common_pb2.WorkerRef
     node_shutting_down: bool
-    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., node_shutting_down: _Optional[bool] = ...) -> None: ...
+    tenant_salt: bytes
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., node_shutting_down: _Optional[bool] = ..., tenant_salt: _Optional[bytes] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -474,3 +478,15 @@ class DrainReply(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     known: bool
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
+
+class ClearTenantRequest(_message.Message):
+    __slots__ = ("tenant_salt",)
+    TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
+    tenant_salt: bytes
+    def __init__(self, tenant_salt: _Optional[bytes] = ...) -> None: ...
+
+class ClearTenantReply(_message.Message):
+    __slots__ = ("worker_ids",)
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -64,6 +64,11 @@ class SchedulerStub:
                 request_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.ClearTenant = channel.unary_unary(
+                '/baton.wire.v1.Scheduler/ClearTenant',
+                request_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantRequest.SerializeToString,
+                response_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -108,6 +113,12 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +151,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.DrainReply.SerializeToString,
+            ),
+            'ClearTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearTenant,
+                    request_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantRequest.FromString,
+                    response_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +320,33 @@ class Scheduler:
             '/baton.wire.v1.Scheduler/Drain',
             baton_dot_wire_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
             baton_dot_wire_dot_v1_dot_scheduler__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.wire.v1.Scheduler/ClearTenant',
+            baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantRequest.SerializeToString,
+            baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantReply.FromString,
             options,
             channel_credentials,
             insecure,

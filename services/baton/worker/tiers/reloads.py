@@ -123,6 +123,8 @@ class Reloads:
         by_tier: dict[Tier, int] = {}
         for tier, count in first.blocks_by_tier.items():
             by_tier[tier] = min(count, gained - sum(by_tier.values()))
+        if by_tier:  # the rest are blocks that are not needed, because no token sees them
+            by_tier[next(reversed(by_tier))] += gained - sum(by_tier.values())
         return by_tier
 
     def start(self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH) -> None:

@@ -1,0 +1,54 @@
+"""A cluster whose workers keep KV on disk and are killed: after the restart prompts are reloaded from the disk.
+
+With the demo model; every token is compared with an answer of the model alone.
+"""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.core.client_api import ClusterStatus
+from baton.core.request import Sampling
+from tests.cluster import process_cluster
+from tests.exactness import ExactnessChecker
+from tests.integration.cluster.clients import Client, Request, Response
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+MIB = 2**20
+NUM_PROMPTS, PROMPT_TOKENS = 4, 320
+DISK_SHARE = 0.95
+"""Least share of the prompts that comes from the disk after the restart: all but the last block of each."""
+
+
+def new_request(number: int) -> Request:
+    rng = Random(number)
+    prompt = tuple(rng.randrange(4, 4096) for _ in range(PROMPT_TOKENS))
+    return Request(prompt=prompt, sampling=Sampling(max_tokens=16, temperature=0.0, seed=number, ignore_eos=True))
+
+
+def held_on_disk(status: ClusterStatus) -> int:
+    return sum(tier.held for worker in status.workers for tier in worker.tiers if tier.tier == "disk")
+
+
+async def answered(client: Client) -> list[Response]:
+    """Send each prompt twice, so that its blocks are reused, one after the other."""
+    return [await client.send(new_request(number)) for number in range(NUM_PROMPTS) for _ in range(2)]
+
+
+@pytest.mark.fault("F-60")
+async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker: ExactnessChecker) -> None:
+    settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
+    async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster, Client(cluster) as client:
+        before = await answered(client)
+        num_blocks = NUM_PROMPTS * (PROMPT_TOKENS // 16 - 1)
+        await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
+        await cluster.kill("h0")
+        await cluster.start_again("h0")
+        await cluster.until_workers("h0")
+        after = await answered(client)
+        checker.check([answer for response in (*before, *after) for answer in response.answers()])
+        from_disk = sum(response.timeline.cached_tokens_by_tier.get("disk", 0) for response in after[::2])
+        assert from_disk >= DISK_SHARE * NUM_PROMPTS * (PROMPT_TOKENS - 16)
+        assert not any(response.timeline.cached_tokens_by_tier.get("disk", 0) for response in before)

@@ -1,0 +1,200 @@
+"""Workers with a disk tier: the next process reloads what the last one left; a disk that fails costs only time.
+
+`SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
+fails the test.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.core.kv.block_hash import tenant_root
+from baton.core.kv.kv_events import Tier
+from baton.engine.tiers.copy_policy import MIN_RELOAD_WAIT_S
+from baton.worker.disk.disk_format import DiskDefect
+from baton.worker.tiers.disk_tier import STORE_PAUSE_S, DiskTier
+from baton.worker.worker_metrics import WorkerMetrics
+from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster
+from tests.unit.worker.test_host_tier_worker import MIB, NUM_BLOCKS, Host
+from tests.unit.worker.virtual_loop import virtual
+
+ALL_CACHED = NUM_BLOCKS * BLOCK
+
+
+def disk_of(node: Node) -> DiskTier:
+    (tier,) = (each for each in node.worker.tiers if isinstance(each, DiskTier))
+    return tier
+
+
+async def start(simulated: Cluster, epoch: int = 1, **changes: object) -> Host:
+    settings = {"num_blocks": 40, "max_num_batched_tokens": 64, "disk_kv": Path("disk"), "disk_kv_size": 4 * MIB}
+    node = simulated.start("p", epoch=epoch, **(settings | changes))
+    host = Host(simulated, node, simulated.gateway(node, f"g-{epoch}"))
+    await host.gateway.connect()
+    return host
+
+
+async def restarted(simulated: Cluster, **changes: object) -> Host:
+    """Kill the worker and start it again; only its disk is as before."""
+    await simulated.kill("p")
+    return await start(simulated, epoch=2, **changes)
+
+
+async def answered(host: Host, *prompts: int) -> None:
+    for prompt in prompts:
+        await host.answer(prompt)
+        await asyncio.sleep(1)
+
+
+@pytest.mark.parametrize("host_kv_memory", [0, 4 * MIB], ids=["disk", "host and disk"])
+@virtual
+async def test_a_restarted_worker_reloads_what_the_last_one_left(host_kv_memory: int) -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated, host_kv_memory=host_kv_memory), 0, 1, 2)
+        host = await restarted(simulated, host_kv_memory=host_kv_memory)
+        assert disk_of(host.node).num_restored > 2 * NUM_BLOCKS
+        for prompt in (0, 1, 2):
+            assert await host.answer(prompt) == {Tier.DISK.value: ALL_CACHED}
+        await simulated.until_clean()
+
+
+@pytest.mark.parametrize("kv_windows", [(9, 9), (0, 9), (2, 0, 13)], ids=str)
+@virtual
+async def test_windowed_tables_are_reloaded_after_a_restart(kv_windows: tuple[int, ...]) -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated, kv_windows=kv_windows, num_blocks=80), 0, 1)
+        host = await restarted(simulated, kv_windows=kv_windows, num_blocks=80)
+        for prompt in (0, 1):
+            assert sum((await host.answer(prompt)).values()) == ALL_CACHED
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_prefix_on_host_and_disk_comes_from_both() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, host_kv_memory=4 * MIB, num_blocks=24)
+        await answered(host, 0)
+        tier, disk = host.node.worker.tiers
+        for block_hash in list(tier.slots.all_hashes())[1::2]:
+            tier.discard(block_hash)
+        assert disk.counts().held > tier.counts().held > 0
+        await answered(host, 1, 2)
+        cached = await host.answer(0)
+        assert sum(cached.values()) == ALL_CACHED
+        assert cached[Tier.HOST.value] > 0 < cached[Tier.DISK.value]
+        await simulated.until_clean()
+
+
+@virtual
+async def test_corrupt_blocks_are_computed_again_and_counted() -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated), 0, 1)
+        for slot in range(0, 20, 3):
+            assert simulated.disks["p"].corrupt(slot)
+        host = await restarted(simulated)
+        for prompt in (0, 1):
+            await host.answer(prompt)
+        disk = disk_of(host.node)
+        assert disk.defects[DiskDefect.DAMAGED_PAYLOAD] == disk.totals.invalid_blocks > 0
+        await asyncio.sleep(1)
+        again = await restarted(simulated)
+        for prompt in (0, 1):
+            assert await again.answer(prompt) == {Tier.DISK.value: ALL_CACHED}
+        assert not disk_of(again.node).defects
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_full_disk_fails_no_request_and_is_tried_again_later() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        simulated.disks["p"].is_full = True
+        await answered(host, 0, 1)
+        disk = disk_of(host.node)
+        assert disk.counts().held == 0
+        num_failed = disk.totals.failed_copies
+        assert disk.defects == {DiskDefect.NO_SPACE: num_failed}
+        assert 0 < num_failed < 4
+        simulated.disks["p"].is_full = False
+        await asyncio.sleep(STORE_PAUSE_S)
+        await answered(host, 2)
+        assert disk.counts().held > 0
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_slow_disk_delays_no_job_for_longer_than_computing_takes() -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated), 0, 1)
+        simulated.disks["p"].latency_s = 0.1
+        host = await restarted(simulated, num_blocks=128)
+        await asyncio.sleep(1)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        assert await host.answer(0) == {}  # measured at start, so nothing is reloaded
+        assert host.reloads.totals.reloads == 0
+        took_s = loop.time() - began_s
+        simulated.disks["p"].latency_s = 0.0001
+        faster = await restarted(simulated, num_blocks=128)  # as many as both the reload and the job need
+        await asyncio.sleep(1)
+        simulated.disks["p"].latency_s = 5.0
+        began_s = loop.time()
+        assert await faster.answer(1) == {}
+        assert faster.reloads.totals.late == 1
+        assert loop.time() - began_s < MIN_RELOAD_WAIT_S + 2 * took_s
+        await simulated.until_clean()
+
+
+@virtual
+async def test_erased_content_is_gone_on_all_tiers_and_after_a_restart() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, host_kv_memory=4 * MIB, num_blocks=128)
+        await host.answer(0, cache_salt=b"tenant-a" * 2)
+        await host.answer(0, cache_salt=b"tenant-b" * 2 + b"client")
+        await host.answer(0, cache_salt=b"tenant-b" * 2)
+        await asyncio.sleep(1)
+        layout = host.node.layout
+        root = tenant_root(
+            model_fingerprint=layout.model_fingerprint, cache_salt=b"tenant-b" * 2, block_size_tokens=BLOCK
+        )
+        num_erased = await host.node.worker.erase_tenant(root)
+        assert num_erased > 6 * NUM_BLOCKS - 12
+        assert await host.answer(0, cache_salt=b"tenant-a" * 2) == {Tier.DEVICE.value: ALL_CACHED}
+        assert await host.answer(0, cache_salt=b"tenant-b" * 2) == {}
+        again = await restarted(simulated)
+        assert await again.answer(0, cache_salt=b"tenant-b" * 2 + b"client") == {}
+        await simulated.until_clean()
+
+
+@virtual
+async def test_report_and_metrics_show_the_disk() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        await answered(host, 0, 1, 2, 0)
+        disk = disk_of(host.node)
+        (reported,) = simulated.scheduler.reports["p"][-1].tiers
+        assert (reported.tier, reported.total, reported.held) == ("disk", disk.counts().total, disk.counts().held)
+        assert reported.load_bytes_per_s > 0
+        disk.defects[DiskDefect.TRUNCATED] += 2
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        for _ in range(2):
+            metrics.refresh(host.node.worker)
+        value = registry.get_sample_value
+        assert value("baton_kv_blocks", {"tier": "disk", "state": "cached"}) == disk.counts().held > 0
+        assert value("baton_disk_kv_defects_total", {"defect": "truncated"}) == 2
+        assert value("baton_disk_kv_defects_total", {"defect": "no_space"}) == 0
+        assert value("baton_late_reloads_total") == 0
+
+
+@virtual
+async def test_schedulers_learn_what_the_disk_holds_at_start() -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated), 0, 1)
+        host = await restarted(simulated)
+        await asyncio.sleep(1)
+        snapshot = await simulated.feed.snapshot(host.node.ref)
+        assert snapshot is not None
+        assert set(snapshot.hashes[Tier.DISK]) == set(disk_of(host.node).announced_hashes()) != set()
