@@ -21,7 +21,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_health": ("baton.rpc",),
     "grpc_reflection": ("baton.rpc",),
     "redis": ("baton.store",),
-    "nixl": ("baton.transfer.backends.nixl_backend",),
+    "nixl": ("baton.transfer.backends.nixl_memory",),
     "ray": ("baton.fleet",),
     "fastokens": ("baton.gateway.text.text_encoder",),
     "llguidance": ("baton.engine.constraints", "baton.gateway.grammar_checks"),
@@ -29,6 +29,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("baton.model", "baton.transfer.*_backend", "baton.worker.device.kv_path_pair"),
     "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),
+    "xxhash": ("baton.worker.disk.disk_format",),
     "yaml": ("baton.runtime",),
     "opentelemetry": ("baton.runtime.observability.otlp",),
 }
@@ -44,6 +45,7 @@ NOT_SIMULATED = (
     "baton.transfer.backends.prefault",
     "baton.gateway.gateway_main",
     "baton.scheduler.scheduler_main",
+    "baton.worker.disk.nixl_payloads",
     "baton.worker.worker_main",
 )
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"}

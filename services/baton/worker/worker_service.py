@@ -251,10 +251,10 @@ class Worker:
             raise WorkerUnhealthy(f"{type(problem).__name__}: {problem}") from problem
 
     async def erase_tenant(self, tenant_root: BlockHash) -> int:
-        """Drop all KV of a tenant that no request uses, and return how many blocks of all tiers had any.
+        """Drop all KV of a tenant, and return how many blocks of the device and of the disk had any.
 
-        Blocks in use are no longer found by other requests. KV on a disk is overwritten; raises OSError if
-        the disk does not allow that.
+        Requests that use blocks go on, but no other request finds these. KV on a disk is overwritten; raises
+        OSError if the disk does not allow that.
         """
         erased = self.pool.forget_tenant(tenant_root)
         for tier in self.tiers:

@@ -37,7 +37,7 @@ async def answered(client: Client) -> list[Response]:
     return [await client.send(new_request(number)) for number in range(NUM_PROMPTS) for _ in range(2)]
 
 
-@pytest.mark.fault("F-60")
+@pytest.mark.fault("F-59")
 async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker: ExactnessChecker) -> None:
     settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
     async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster, Client(cluster) as client:

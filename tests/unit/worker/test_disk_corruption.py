@@ -93,6 +93,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
     return image_of(opened.path), older
 
 
+@pytest.mark.fault("F-59")
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda each: each.__name__)
 def test_no_corruption_is_used_and_each_is_counted(
     corrupt: Callable[[Random, bytearray, bytes], None], images: tuple[bytes, bytes], tmp_path: Path
@@ -193,7 +194,7 @@ WRITER = """
 
 
 @pytest.mark.slow
-@pytest.mark.fault("F-35")
+@pytest.mark.fault("F-59")
 def test_kill_9_of_a_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     rng = Random(5)
     for _ in range(sized(3, 60)):

@@ -1,14 +1,15 @@
-"""Pool, host tier, copies out, reloads and readers together, under random interleavings.
+"""Pool, slower tiers, copies out, reloads and readers together, under random interleavings.
 
 The content of a block is the hash of its tokens, so content under a wrong hash shows at once. The naive
-model is the
-rule itself: whoever finds a block by hash, on the device, in the tier or as a peer, must see that content.
+model is the rule itself: whoever finds a block by hash, on the device, in a tier or as a peer, must see that
+content.
 """
 
 import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,14 @@ from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import EngineOutcome, PreemptedSequence, ReturningSequence
+from baton.engine.tiers.kv_tier import KvTier
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
 from baton.worker.background_tasks import BackgroundTasks
+from baton.worker.disk.block_file import BlockFile
+from baton.worker.disk.disk_format import FileShape
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.preempted_kv import PreemptedKv
 from baton.worker.tiers.reloads import Reloads
@@ -64,6 +69,46 @@ class RandomRunner:
         await event.wait()
 
 
+class MemoryFile:
+    """A `RawFile` in memory. It outlives the worker."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.content = bytearray(num_bytes)
+
+    def read_into(self, buffer: Any, offset: int) -> None:
+        view = memoryview(buffer).cast("B")
+        view[:] = self.content[offset : offset + len(view)]
+
+    def write(self, data: Any, offset: int) -> None:
+        view = memoryview(data).cast("B")
+        self.content[offset : offset + len(view)] = view
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RandomDisk:
+    """A `DiskRunner` as `RandomRunner`. A job that fails does so before it, so that the disk is as it was."""
+
+    writes_busy_s = 0.0
+
+    def __init__(self, runner: RandomRunner) -> None:
+        self._runner = runner
+
+    async def read(self, job: Callable[[], Any], num_bytes: int) -> Any:
+        done: list[Any] = []
+        await self._runner.run(lambda: done.append(job()), num_bytes)
+        return done[0]
+
+    write = read
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(kw_only=True, eq=False)
 class Read:
     """A peer's read under way: what was announced, and the content that it has read so far."""
@@ -79,8 +124,10 @@ class Read:
 class World:
     """One worker and its peers. Only public calls are made, as the worker makes them."""
 
-    def __init__(self, seed: int, windows: tuple[int, ...]) -> None:
+    def __init__(self, seed: int, windows: tuple[int, ...], *, has_disk: bool) -> None:
         self.rng = random.Random(seed)
+        self.shape = FileShape(num_slots=24, block_bytes=HASH_BYTES, layout=b"l" * 16, model=b"m" * 16)
+        self.file = MemoryFile(self.shape.file_bytes) if has_disk else None
         self.windows = TableWindows(windows, SIZE)
         self.tasks = BackgroundTasks(self.failed)
         self.errors: list[BaseException] = []
@@ -118,21 +165,37 @@ class World:
             max_num_batched_tokens=16, max_num_seqs=4, max_model_len=64, block_size_tokens=SIZE, eos_token_ids=()
         )
         engine = Engine(config, self.pool, clock=lambda: 0.0)
-        self.copy_out = CopyOut(
-            self.pool, self.tier, block_bytes=2**18, chunk_tokens=16, costs=lambda: COSTS, is_busy=lambda: False
-        )
-        self.reloads = Reloads(engine=engine, tiers=SlowerTiers([self.tier]), tasks=self.tasks, costs=lambda: COSTS)
+        self.disk = None if self.file is None else self.open_disk(self.file)
+        self.tiers = [self.tier] if self.disk is None else [self.tier, self.disk]
+        self.copies_out = [
+            CopyOut(self.pool, tier, block_bytes=2**18, chunk_tokens=16, costs=lambda: COSTS, is_busy=lambda: False)
+            for tier in self.tiers
+        ]
+        self.reloads = Reloads(engine=engine, tiers=SlowerTiers(self.tiers), tasks=self.tasks, costs=lambda: COSTS)
         self.regions = WorkerRegions(self.pool, self.tier.slots)
         self.num_returning, self.num_returned = 0, 0
         self.preempted_kv = PreemptedKv(
             pool=self.pool,
             tier=self.tier,
-            copy_out=self.copy_out,
+            copy_out=self.copies_out[0],
             reloads=self.reloads,
             tasks=self.tasks,
             costs=lambda: COSTS,
             chunk_tokens=16,
             returned=self.returned,
+        )
+
+    def open_disk(self, file: MemoryFile) -> DiskTier:
+        """Open what the last incarnation has left. Damaged slots are not found by it, or are found out."""
+        staging = np.zeros((6, HASH_BYTES), dtype=np.uint8)
+        return DiskTier(
+            worker=builders.worker_ref("w", epoch=self.epoch),
+            store=BlockFile(file, self.shape, 5, staging),
+            block_bytes=HASH_BYTES,
+            num_rows=len(staging),
+            copies=HostCopies(self.device, staging),
+            copy_runner=self.runner,
+            disk_runner=RandomDisk(self.runner),
         )
 
     def chain(self) -> list[bytes]:
@@ -176,10 +239,12 @@ class World:
     # -- the tier --------------------------------------------------------------------------------------------------
 
     def export(self) -> None:
-        self.storing.append(asyncio.ensure_future(self.store(self.copy_out, self.pool, self.tier)))
+        number = self.rng.randrange(len(self.tiers))
+        work = self.store(self.copies_out[number], self.pool, self.tiers[number])
+        self.storing.append(asyncio.ensure_future(work))
 
     @staticmethod
-    async def store(copy_out: CopyOut, pool: BlockPool, tier: HostTier) -> None:
+    async def store(copy_out: CopyOut, pool: BlockPool, tier: KvTier) -> None:
         """Copy one batch out, as `CopyOut.run` does."""
         batch = copy_out.next_batch()
         try:
@@ -211,6 +276,18 @@ class World:
         if (block_hash := self.tier.slots.hash_of(slot)) != NO_HASH:
             self.host[slot] = 253
             self.tier.discard(block_hash)
+
+    def damage(self) -> None:
+        """Flip a bit of a payload on the disk."""
+        if self.file is not None:
+            slot = self.rng.randrange(self.shape.num_slots)
+            self.file.content[self.shape.payload_offset(slot) + self.rng.randrange(HASH_BYTES)] ^= 1
+
+    def erase(self) -> None:
+        """Erase all content, whose tenant is not known here."""
+        if self.rng.random() < 0.2:
+            self.pool.forget_tenant(b"t" * 16)
+            self.calls += [asyncio.ensure_future(tier.erase_tenant(b"t" * 16)) for tier in self.tiers]
 
     def cancel(self) -> None:
         running = [task for task in (*self.storing, *self.calls) if not task.done()]
@@ -278,17 +355,19 @@ class World:
         await self.measure()
 
     async def measure(self) -> None:
-        measuring = asyncio.ensure_future(self.tier.measure(self.pool.num_blocks))
-        while not measuring.done():
-            self.step()
-            await asyncio.sleep(0)
+        for tier in self.tiers:
+            measuring = asyncio.ensure_future(tier.measure(self.pool.num_blocks))
+            while not measuring.done():
+                self.step()
+                await asyncio.sleep(0)
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         assert not self.errors
         self.pool.check()
-        self.tier.slots.check()
+        for tier in self.tiers:
+            tier.slots.check()
         for b in range(self.pool.num_blocks):
             if (block_hash := self.pool.hash_of(b)) != NO_HASH:
                 assert bytes(self.device[b]) == block_hash == self.device_table.block_hash(b)
@@ -300,7 +379,7 @@ class World:
 
     async def settle(self) -> None:
         """Let every copy and reload end."""
-        while any(not task.done() for task in (*self.storing, *self.calls)) or len(self.tasks):
+        while any(not task.done() for task in (*self.storing, *self.calls)) or len(self.tasks) or self.runner.waiting:
             self.step()
             await asyncio.sleep(0)
         await asyncio.gather(*self.storing, *self.calls, return_exceptions=True)
@@ -319,7 +398,7 @@ class World:
             self.export,
         ]
         actions += [self.reload, self.reload, self.cancel, self.follow, self.read, self.read, self.read]
-        actions += [self.step] * 6 + [self.lapse, self.spoil, self.preempt, self.come_back]
+        actions += [self.step] * 6 + [self.lapse, self.spoil, self.preempt, self.come_back, self.damage, self.erase]
         await self.measure()
         for _ in range(num_actions):
             if self.rng.random() < 0.003:
@@ -336,11 +415,12 @@ class World:
         self.check()
         counts = self.pool.counts()
         assert counts.free + counts.cached == counts.total == self.pool.num_allocatable
-        assert self.tier.counts().busy == 0
+        assert not any(tier.counts().busy for tier in self.tiers)
         assert self.num_returned == self.num_returning
 
 
+@pytest.mark.parametrize("has_disk", [False, True], ids=["host", "host and disk"])
 @pytest.mark.parametrize("windows", [(0,), (0, 6)], ids=["one table", "a table with a window"])
-@pytest.mark.parametrize("seed", range(sized(15, 500)))
-def test_a_block_found_by_hash_has_its_content(seed: int, windows: tuple[int, ...]) -> None:
-    asyncio.run(World(seed, windows).run(600))
+@pytest.mark.parametrize("seed", range(sized(10, 500)))
+def test_a_block_found_by_hash_has_its_content(seed: int, windows: tuple[int, ...], has_disk: bool) -> None:
+    asyncio.run(World(seed, windows, has_disk=has_disk).run(600))

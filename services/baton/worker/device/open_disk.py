@@ -75,10 +75,14 @@ def host_copies(kv: Bytes) -> Callable[[Bytes], TierCopies]:
 def _open_store(config: WorkerConfig, shape: FileShape, staging: Bytes) -> BlockStore:
     assert config.disk_kv is not None
     directory = config.disk_kv.expanduser()
+    file: OsFile | None = None
     try:
         locked = lock_block_file(directory, shape)
-        store = BlockFile(OsFile(locked.fd), shape, locked.file_id, staging, _payloads(config))
+        file = OsFile(locked.fd)
+        store = BlockFile(file, shape, locked.file_id, staging, _payloads(config))
     except OSError as error:
+        if file is not None:
+            file.close()
         log.error("disk_kv_not_opened", directory=str(directory), problem=str(error), hint="the worker runs without it")
         return NoBlocks(Counter({defect_of_write(error): 1}))
     store.defects += locked.defects

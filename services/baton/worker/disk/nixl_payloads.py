@@ -31,18 +31,28 @@ class NixlPayloads:
     """Implements `PayloadIo`. One copy at a time, of any number of payloads."""
 
     def __init__(self, file: RawFile, staging: Bytes) -> None:
-        """Register the file and `staging`, [num_rows, block_bytes] uint8. Raises ImportError without NIXL."""
+        """Register the file and `staging`, [num_rows, block_bytes] uint8.
+
+        Raises ImportError without NIXL, OSError if NIXL cannot use the file.
+        """
         if not isinstance(file, OsFile):
             raise TypeError("NIXL needs the descriptor of a file")
         self._file, self._staging = file, staging
         self._lock = threading.Lock()
         self._name = f"kv-disk-{secrets.token_hex(4)}"
-        self._agent = new_agent(self._name, [_BACKEND])
-        file_bytes = max(1, _size_of(file))
-        self._registered = [
-            self._agent.register_memory([(staging.ctypes.data, staging.nbytes, 0, "")], HOST_SEGMENT[0], [_BACKEND]),
-            self._agent.register_memory([(0, file_bytes, file.fd, "")], _FILE, [_BACKEND]),
-        ]
+        regions = {
+            HOST_SEGMENT[0]: (staging.ctypes.data, staging.nbytes, 0, ""),
+            _FILE: (0, _size_of(file), file.fd, ""),
+        }
+        try:
+            self._agent = new_agent(self._name, [_BACKEND])
+            self._registered = [
+                self._agent.register_memory([region], segment, [_BACKEND]) for segment, region in regions.items()
+            ]
+        except ImportError:
+            raise
+        except Exception as error:  # NIXL's exceptions have no common base
+            raise OSError(f"NIXL cannot use the file: {type(error).__name__}: {error}") from error
 
     def read(self, offsets: Sequence[int], rows: Sequence[int]) -> None:
         self._copy("READ", rows, offsets)
