@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.tiers.kv_tier import BlockToStore, KvTier, TierCounts
 from baton.model.device.host_staging import DeviceCopies
@@ -141,7 +141,7 @@ class MemoryTier:
         return [block_hash for block_hash, (block, _) in self._content.items() if block.is_announced]
 
     async def erase_tenant(self, tenant_root: BlockHash) -> int:
-        erased = [each for each, (block, _) in self._content.items() if block.tenant_root == tenant_root]
+        erased = [each for each, (block, _) in self._content.items() if block.tenant_root in (tenant_root, NO_HASH)]
         for block_hash in erased:
             self.discard(block_hash)
         return len(erased)

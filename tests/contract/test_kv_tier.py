@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import wraps
 
 import pytest
 
+from baton.core.kv.block_hash import NO_HASH
 from baton.core.kv.kv_events import KvEventKind
 from baton.engine.tiers.kv_tier import BlockToStore
 from tests.contract.kv_tiers import NUM_SLOTS, TIERS, Device
 
 A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
+T, U = b"tenant-t" * 2, b"tenant-u" * 2
 
 
 def on_every_tier(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -155,6 +158,26 @@ async def test_a_copy_ends_before_its_cancelled_call_does(device: Device) -> Non
         with pytest.raises(asyncio.CancelledError):
             await task
         assert device.tier.counts().busy == 0
+
+
+@on_every_tier
+async def test_erased_content_of_a_tenant_is_gone_and_that_of_others_stays(device: Device) -> None:
+    tenants = {A: T, B: U, C: NO_HASH}
+    for index, (each, tenant) in enumerate(tenants.items()):
+        device.fill(index, index)
+        await device.tier.store([replace(block(index, each), tenant_root=tenant)])
+    assert await device.tier.erase_tenant(T) == 2
+    assert [device.tier.holds(each) for each in tenants] == [False, True, False]  # C is of an unknown tenant
+    assert await device.tier.load([B], [5]) == 1
+    assert device.holds(5, 1)
+    assert device.tier.counts().busy == 0
+
+
+@on_every_tier
+async def test_stores_report_the_time_that_steps_may_lose(device: Device) -> None:
+    before_s = device.tier.stores_busy_s
+    await stored(device, A)
+    assert device.tier.stores_busy_s >= before_s >= 0
 
 
 @on_every_tier

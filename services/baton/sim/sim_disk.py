@@ -2,6 +2,7 @@
 time."""
 
 import asyncio
+import errno
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -22,7 +23,6 @@ READ_LATENCY_S = 0.0001
 """Time until a disk begins to answer: about that of an NVMe disk."""
 DISK_BYTES_PER_S = 3e9
 STAGING_ROWS = 32
-NO_SPACE = OSError(28, "No space left on device")
 
 
 class SimDisk:
@@ -75,7 +75,7 @@ class SimDisk:
     def write(self, blocks: Mapping[int, BlockToStore], rows: Sequence[int]) -> None:
         if self.is_full:
             self.defects[DiskDefect.NO_SPACE] += 1
-            raise NO_SPACE
+            raise OSError(errno.ENOSPC, "No space left on device")
         last = max(self._sequences, default=0)
         for number, ((slot, block), row) in enumerate(zip(blocks.items(), rows, strict=True), last + 1):
             self._sequences[slot] = number

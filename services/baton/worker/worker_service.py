@@ -13,7 +13,6 @@ from baton.core.cluster.worker_report import TierReport, WorkerReport, WorkerRol
 from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
-from baton.core.kv.block_hash import BlockHash
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.step_cost import StepCostModel
@@ -36,6 +35,7 @@ from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
+from baton.worker.tiers.clear_tenant import clear_tenant
 from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
@@ -250,18 +250,6 @@ class Worker:
         if problem is not None:
             raise WorkerUnhealthy(f"{type(problem).__name__}: {problem}") from problem
 
-    async def erase_tenant(self, tenant_root: BlockHash) -> int:
-        """Drop all KV of a tenant, and return how many blocks of the device and of the disk had any.
-
-        Requests that use blocks go on, but no other request finds these. KV on a disk is overwritten; raises
-        OSError if the disk does not allow that.
-        """
-        erased = self.pool.forget_tenant(tenant_root)
-        for tier in self.tiers:
-            erased += await tier.erase_tenant(tenant_root)
-        self._publish_kv_events()
-        return erased
-
     # -- introspection -----------------------------------------------------------------------------
 
     def report(self, report_seq: int, counted: tuple[DecisionId, ...]) -> WorkerReport:
@@ -383,12 +371,8 @@ class Worker:
     async def _clear_tenant(self, tenant_salt: bytes) -> None:
         layout = self.layout
         root = chain_tenant(layout.model_fingerprint, tenant_salt, layout.block_size_tokens)
-        try:
-            num_blocks = await self.erase_tenant(root)
-        except OSError as error:
-            log.error("tenant_not_erased", problem=str(error), hint="KV of the tenant may be left on the disk")
-        else:
-            log.info("tenant_erased", num_blocks=num_blocks)
+        await clear_tenant(self.pool, self.tiers, root)
+        self._publish_kv_events()
 
     async def _warm_link(self, peer: WorkerRef) -> None:
         """Connect to a peer and measure the link. The next report contains the result."""

@@ -296,3 +296,34 @@ def test_wrong_use_raises_and_changes_nothing() -> None:
         pool.set_hash(used, B)
     pool.check()
     assert (pool.counts().used, pool.counts().receiving, pool.counts().free) == (1, 1, 2)
+
+
+def test_a_block_can_be_in_several_copies_at_a_time() -> None:
+    pool, _ = make_pool(2)
+    (b,) = allocated(pool, 1)
+    pool.set_hash(b, A)
+    pool.unref([b])
+    assert [pool.begin_copy(b), pool.begin_copy(b)] == [A, A]
+    pool.end_copy([b])
+    assert pool.num_allocatable == 1
+    pool.end_copy([b])
+    assert pool.num_allocatable == 2
+    with pytest.raises(KeyError):
+        pool.end_copy([b])
+
+
+def test_the_content_of_a_tenant_is_forgotten() -> None:
+    pool, _ = make_pool(4)
+    blocks = allocated(pool, 3)
+    for block_id, block_hash in zip(blocks, (A, B, C), strict=True):
+        pool.set_hash(block_id, block_hash)
+    pool.announce([A], 0, 1, is_end=True, tenant_root=b"t" * 16)
+    pool.announce([B], 0, 1, is_end=True, tenant_root=b"u" * 16)
+    assert [pool.tenant_of(each) for each in (A, B, C)] == [b"t" * 16, b"u" * 16, NO_HASH]
+    pool.unref([blocks[0]])
+    generations = [pool.generation(b) for b in blocks]
+    assert pool.forget_tenant(b"t" * 16) == 2  # C is of an unknown tenant
+    assert [pool.find(each) for each in (A, B, C)] == [None, blocks[1], None]
+    assert [pool.generation(b) - before for b, before in zip(blocks, generations, strict=True)] == [1, 0, 1]
+    assert (pool.counts().free, pool.counts().used) == (2, 2)
+    pool.check()

@@ -1,5 +1,7 @@
 """Which blocks are copied out, how fast, and when a reload pays."""
 
+import math
+
 import pytest
 
 from baton.core.errors import ConfigError
@@ -112,3 +114,19 @@ def test_a_size_is_taken_as_it_is() -> None:
 def test_a_size_that_does_not_fit_is_refused(size: int, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         slots(size)
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "reload_s", "gain_s"),
+    [(1.0, 0.5, 0.5), (1.0, 0.9, None), (1.0, 2.0, None), (None, 1.0, math.inf), (1.0, None, math.inf)],
+)
+def test_what_a_reload_saves(compute_s: float | None, reload_s: float | None, gain_s: float | None) -> None:
+    assert policy.reload_gain_s(compute_s=compute_s, reload_s=reload_s) == gain_s
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "wait_s"),
+    [(1.0, 1.0), (0.0, policy.MIN_RELOAD_WAIT_S), (1e6, policy.MAX_RELOAD_WAIT_S), (None, policy.MAX_RELOAD_WAIT_S)],
+)
+def test_a_job_waits_as_long_as_computing_takes(compute_s: float | None, wait_s: float) -> None:
+    assert policy.reload_wait_s(compute_s) == wait_s

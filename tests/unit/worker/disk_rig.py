@@ -93,17 +93,17 @@ def image_of(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def header_at(image: bytes, slot: int) -> bytes:
+def header_at(image: bytes | bytearray, slot: int) -> bytes:
     begin = SHAPE.header_offset(slot)
-    return image[begin : begin + HEADER_BYTES]
+    return bytes(image[begin : begin + HEADER_BYTES])
 
 
-def payload_at(image: bytes, slot: int) -> bytes:
+def payload_at(image: bytes | bytearray, slot: int) -> bytes:
     begin = SHAPE.payload_offset(slot)
-    return image[begin : begin + BLOCK_BYTES]
+    return bytes(image[begin : begin + BLOCK_BYTES])
 
 
-def intact(image: bytes, pristine: bytes) -> set[int]:
+def intact(image: bytes | bytearray, pristine: bytes) -> set[int]:
     """Return the slots whose header and payload are as in `pristine`."""
     return {
         slot

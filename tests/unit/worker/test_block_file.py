@@ -170,12 +170,14 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         Opened(tmp_path / "file")
 
 
-def test_a_disk_that_is_full_at_start_gets_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, num_bytes: int) -> None:
-        os.truncate(fd, num_bytes // 2)
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full_disk(fd: int, num_bytes: int) -> None:
+    """Fail as `posix_fallocate` on a disk that has half of the space."""
+    os.truncate(fd, num_bytes // 2)
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(open_block_file, "_allocate", full)
+
+def test_a_disk_that_is_full_at_start_gets_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_block_file, "_allocate", full_disk)
     with pytest.raises(OSError, match="No space left"):
         Opened(tmp_path)
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]

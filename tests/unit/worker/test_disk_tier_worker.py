@@ -14,6 +14,7 @@ from baton.core.kv.block_hash import tenant_root
 from baton.core.kv.kv_events import Tier
 from baton.engine.tiers.copy_policy import MIN_RELOAD_WAIT_S
 from baton.worker.disk.disk_format import DiskDefect
+from baton.worker.tiers.clear_tenant import clear_tenant
 from baton.worker.tiers.disk_tier import STORE_PAUSE_S, DiskTier
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster
@@ -161,8 +162,7 @@ async def test_erased_content_is_gone_on_all_tiers_and_after_a_restart() -> None
         root = tenant_root(
             model_fingerprint=layout.model_fingerprint, cache_salt=b"tenant-b" * 2, block_size_tokens=BLOCK
         )
-        num_erased = await host.node.worker.erase_tenant(root)
-        assert num_erased >= 4 * NUM_BLOCKS
+        assert await clear_tenant(host.node.pool, host.node.worker.tiers, root) >= 4 * NUM_BLOCKS
         assert await host.answer(0, cache_salt=b"tenant-a" * 2) == {Tier.DEVICE.value: ALL_CACHED}
         assert await host.answer(0, cache_salt=b"tenant-b" * 2) == {}
         again = await restarted(simulated)
