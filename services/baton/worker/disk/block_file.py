@@ -143,9 +143,6 @@ class BlockFile:
         counted: the content may then be found at the next start.
         """
         for slot, sequence in sequences.items():
-            with self._lock:
-                if self._sequences[slot] != sequence:
-                    continue
             try:
                 header = self._header_of(slot)
                 if header.sequence in (sequence, 0):

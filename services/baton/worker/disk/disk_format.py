@@ -145,9 +145,9 @@ _LAYOUT_FIELDS = ("block_size_tokens", "groups", "layout_version", "hash_scheme"
 """What the meaning of a block's bytes depends on, beside the model."""
 
 
-def payload_checksum(payload: memoryview | npt.NDArray[np.uint8], block_hash: BlockHash) -> int:
+def payload_checksum(payload: npt.NDArray[np.uint8], block_hash: BlockHash) -> int:
     """Return the checksum of a payload. It differs for equal bytes under another hash."""
-    return xxh3_64_intdigest(payload, seed=int.from_bytes(block_hash[:8], "little"))
+    return xxh3_64_intdigest(payload.data, seed=int.from_bytes(block_hash[:8], "little"))
 
 
 def encode_superblock(shape: FileShape, file_id: int) -> bytes:
