@@ -1,5 +1,4 @@
-"""A simulated disk: a file of KV blocks that outlives the process that wrote it. Reads and writes take virtual
-time."""
+"""A simulated disk: a file of KV blocks that outlives its process. Reads and writes take virtual time."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""A cluster whose workers keep KV on disk and are killed: after the restart prompts are reloaded from the disk.
+"""A worker that keeps KV on disk and is killed: after the restart prompts are reloaded from the disk.
 
 With the demo model; every token is compared with an answer of the model alone.
 """

@@ -141,7 +141,7 @@ def test_drain_by_name_prints_the_running_sequences() -> None:
 def test_clearing_the_cache_of_a_tenant_names_the_workers() -> None:
     gateway = FakeGateway(cluster_status())
     done = run(gateway, "cache", "clear", "--tenant", "search")
-    assert done.stdout == "told 2 workers to erase the KV of tenant search: d0, p0\n"
+    assert done.stdout == "2 workers erase the KV of tenant search: d0, p0\n"
     assert gateway.cleared == ["search"]
 
 

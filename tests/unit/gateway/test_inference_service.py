@@ -285,7 +285,7 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
             await admin(c).clear_tenant("default", Caller(address="ipv4:192.0.2.7:5000"))
         with pytest.raises(Refused, match="no API key belongs to tenant 'x'"):
             await admin(c).clear_tenant("x", ANONYMOUS)
-        assert await admin(c).clear_tenant("default", ANONYMOUS) == ("p0", "d0")
+        assert await admin(c).clear_tenant("default", ANONYMOUS) == ("d0", "p0")
         assert c.scheduler.cleared == [b""]
         c.scheduler.die()
         with pytest.raises(Refused) as refused:

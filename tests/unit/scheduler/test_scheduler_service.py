@@ -169,7 +169,7 @@ async def test_drain_reaches_the_worker_and_is_false_for_unknown_workers() -> No
         assert not await scheduler.drain("w9")
 
 
-async def test_all_workers_are_told_to_clear_a_tenant() -> None:
+async def test_all_workers_get_the_command_to_clear_a_tenant() -> None:
     async with a_scheduler() as (scheduler, network):
         streams = [await join(network, worker_report(name, state=WorkerState.READY)) for name in ("w1", "w0")]
         assert await scheduler.clear_tenant(b"salt") == ("w0", "w1")

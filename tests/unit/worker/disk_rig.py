@@ -1,4 +1,4 @@
-"""A file of eight small KV blocks. The content of a block follows from its hash, so wrong content shows at once."""
+"""A file of eight small KV blocks. A block's content follows from its hash, so wrong content shows."""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,4 @@
-"""Workers with a disk tier: the next process reloads what the last one left; a disk that fails costs only time.
+"""Workers with a disk tier: the next process reloads what the last one left. A bad disk costs only time.
 
 `SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
 fails the test.

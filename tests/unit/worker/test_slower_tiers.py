@@ -60,7 +60,7 @@ async def test_a_load_counts_leading_blocks_over_all_tiers(host_good: int, disk_
     assert (host.asked, disk.asked) == ([(A, 10), (C, 12)], [(B, 11), (D, 13)])
 
 
-async def test_rows_are_lent_in_the_order_of_the_calls() -> None:
+async def test_rows_are_granted_in_the_order_of_the_calls() -> None:
     rows, order = StagingRows(range(3, 7)), list[str]()
 
     async def use(name: str, count: int, gate: asyncio.Event) -> None:

@@ -156,12 +156,12 @@ def cache() -> None:
 def clear(tenant: str, choice: GatewayChoice, context: AdminContext) -> None:
     """Erase the cached KV of a tenant on all workers and their disks.
 
-    Returns when the workers were told. Each logs `tenant_erased` when it has. What running requests compute
-    is cached again.
+    Returns when the command was sent. Each worker logs `tenant_erased` when it has done it. KV that running
+    requests compute is cached again.
     """
     gateway = _locate(choice, context, must_be_unique=True)
-    told = _call(gateway, context, lambda client: client.clear_tenant(tenant))
-    click.echo(f"told {len(told)} workers to erase the KV of tenant {tenant}: {', '.join(told) or 'none'}")
+    worker_ids = _call(gateway, context, lambda client: client.clear_tenant(tenant))
+    click.echo(f"{len(worker_ids)} workers erase the KV of tenant {tenant}: {', '.join(worker_ids) or 'none'}")
 
 
 COMMANDS = (status, explain, drain, cache)

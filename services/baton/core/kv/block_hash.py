@@ -22,7 +22,7 @@ PREFIX_KEY_BLOCKS = 8
 """Most blocks that `prefix_key` covers."""
 HASH_SCHEME = "blake2b-128/1"
 TENANT_SALT_BYTES = 16
-"""Bytes of a tenant's cache salt. The cache salt of a request begins with it; a salt of the client follows."""
+"""Bytes of a tenant's cache salt. That of a request begins with it; a salt made of the client's follows."""
 
 
 def token_ids(values: Iterable[int] = ()) -> TokenIds:

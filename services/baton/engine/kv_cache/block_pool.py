@@ -275,7 +275,10 @@ class BlockPool:
         return self._contents.tenant_of(block_hash)
 
     def forget_tenant(self, tenant_root: BlockHash) -> int:
-        """Withdraw all content of a tenant, or of one that is not known, as `unpublish` does. Returns how many blocks had any."""
+        """Withdraw all content of a tenant, or of one that is not known, as `unpublish` does.
+
+        Returns how many blocks had any.
+        """
         blocks = self._contents.blocks_of_tenant(tenant_root)
         for block_id in blocks:
             is_idle = self._is_idle(block_id)
@@ -344,8 +347,8 @@ class BlockPool:
     def begin_copy(self, block_id: int) -> BlockHash:
         """Keep an idle block from being reallocated until `end_copy`, and return its hash.
 
-        Several copies may read it. It stays cached, and keeps its place in the order of eviction. Returns NO_HASH, and changes nothing,
-        if the block is in use or has no content.
+        Several copies may read it. It stays cached, and keeps its place in the order of eviction. Returns
+        NO_HASH, and changes nothing, if the block is in use or has no content.
         """
         if not self._is_idle(block_id):
             return NO_HASH
@@ -355,7 +358,8 @@ class BlockPool:
         return block_hash
 
     def end_copy(self, block_ids: Iterable[int]) -> None:
-        """Record that one copy of each of these blocks has ended. Raises KeyError for a block that is not copied."""
+        """Record that one copy of each of these blocks has ended. Raises KeyError for a block that is not
+        copied."""
         self._copies.end_copy(block_ids)
         self._notify_freed()
 

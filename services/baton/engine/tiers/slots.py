@@ -81,7 +81,10 @@ class TierSlots:
         return (content.block_hash for content in self._content.values())
 
     def hashes_of_tenant(self, tenant_root: BlockHash) -> list[BlockHash]:
-        """Return the hashes of all content of a tenant, or of one that is not known, with what is being filled."""
+        """Return the hashes of all content of a tenant, or of one that is not known.
+
+        Content that is being filled counts.
+        """
         known = (
             self._content[slot] if slot in self._content else self._filling[slot] for slot in self._by_hash.values()
         )

@@ -170,7 +170,7 @@ class KeyRing:
 
     def salt_of(self, tenant: str) -> bytes | None:
         """Return the cache salt of a tenant; None if no key belongs to it."""
-        known = self._keys.values() if self.has_keys else (ANONYMOUS,)
+        known = (ANONYMOUS,) if self._keys is None else self._keys.values()
         return next((identity.cache_salt for identity in known if identity.tenant == tenant), None)
 
     def check_admin(self, identity: Identity) -> None:

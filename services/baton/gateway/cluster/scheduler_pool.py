@@ -193,12 +193,12 @@ class SchedulerPool:
         return any(await self._call_all(lambda api: api.drain(worker_id, node_shutting_down=node_shutting_down)))
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
-        """Ask all schedulers to have a tenant's cached KV erased. Return the ids of the workers that were told.
+        """Ask all schedulers to have a tenant's cached KV erased. Return the ids of the workers that do it.
 
         Raises Refused (503) if no scheduler answers.
         """
         answers = await self._call_all(lambda api: api.clear_tenant(tenant_salt))
-        return tuple(sorted({worker_id for told in answers for worker_id in told}))
+        return tuple(sorted({worker_id for worker_ids in answers for worker_id in worker_ids}))
 
     async def run(self) -> None:
         """Discover schedulers, watch one of them and report outcomes, until cancelled."""

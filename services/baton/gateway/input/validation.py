@@ -343,7 +343,7 @@ class Validator:
 
 
 def mixed_salt(tenant_salt: bytes, client_salt: str) -> bytes:
-    """Return the salt of the block hashes of a request: the tenant's, then one made of it and the client's own.
+    """Return the salt of a request's block hashes: the tenant's, then one made of it and the client's own.
 
     Without a client salt it is the tenant's. No client salt leads to the salt of another tenant, because all
     of a tenant's begin with its own, or there are no tenants.

@@ -140,7 +140,7 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
 
 @dataclass(frozen=True, slots=True)
 class ReloadTerms(Generic[N]):
-    """What workers reload of a prompt, and what that saves.
+    """The bytes that workers reload of a prompt, and the time that this saves.
 
     host_bytes, disk_bytes: of the blocks in host memory and on the disk
     saved_s: time to compute all of them. disk_saved_s: time to compute those on the disk.

@@ -117,13 +117,13 @@ class WorkerStreams:
         return False
 
     def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
-        """Tell all workers to erase the cached KV of a tenant. Returns the ids of those with an open stream."""
-        told: list[str] = []
+        """Tell all workers with an open stream to erase the cached KV of a tenant. Returns their ids."""
+        worker_ids: list[str] = []
         for worker, stream in self._streams.items():
             with suppress(StreamBroken):
                 stream.send(WorkerCommand(kind=CommandKind.CLEAR, tenant_salt=tenant_salt))
-                told.append(worker.worker_id)
-        return tuple(sorted(told))
+                worker_ids.append(worker.worker_id)
+        return tuple(sorted(worker_ids))
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Receive one worker epoch's reports until its stream ends. The worker counts as lost then."""

@@ -1,1 +1,1 @@
-"""The file in which a worker keeps copies of KV blocks: its format, its checks, and how it is read and written."""
+"""The file in which a worker keeps copies of KV blocks: its format and checks, reads and writes."""

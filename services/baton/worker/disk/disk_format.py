@@ -33,7 +33,7 @@ MAX_SLOTS = 2**32 - 1
 
 
 class DiskDefect(Enum):
-    """Why content of a file was not used, or could not be written.
+    """Reason why content of a file was not used, or could not be written.
 
     FOREIGN_FILE: the file has another format, size, layout or model. DAMAGED_FILE: its superblock is invalid.
     TRUNCATED: bytes are missing at the end. UNFINISHED: a write was interrupted. FOREIGN_HEADER: a header has
@@ -73,7 +73,7 @@ _STATES = {state.value: state for state in SlotState}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileShape:
-    """What a file must have been written for, so that its content can be used.
+    """The model, layout and size that a file was written for. Its content can be used for no other.
 
     layout, model: fingerprints of 16 bytes
     """
@@ -142,7 +142,7 @@ def file_shape(layout: KvLayout, size_bytes: int) -> FileShape:
 
 
 _LAYOUT_FIELDS = ("block_size_tokens", "groups", "layout_version", "hash_scheme", "tables")
-"""What the meaning of a block's bytes depends on, beside the model."""
+"""Fields on which the meaning of a block's bytes depends, beside the model."""
 
 
 def payload_checksum(payload: npt.NDArray[np.uint8], block_hash: BlockHash) -> int:

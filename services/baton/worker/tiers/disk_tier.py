@@ -36,7 +36,8 @@ MEASURED_BLOCKS = 8
 
 
 class BlockStore(Protocol):
-    """Blocks in the slots of a file, see `worker.disk.block_file.BlockFile`. All methods but `sequence` block."""
+    """Blocks in the slots of a file, see `worker.disk.block_file.BlockFile`. Methods block, except
+    `sequence`."""
 
     num_slots: int
     held: list[SlotHeader]
@@ -171,7 +172,7 @@ class DiskTier:
         return self.slots.take_events()
 
     async def aclose(self) -> None:
-        """Wait up to `MAX_STOP_S`. A disk that does not answer until then is left to the end of the process."""
+        """Wait up to `MAX_STOP_S`. A disk that does not answer until then is not closed."""
         if await self._calls.ended(MAX_STOP_S):
             await self._disk_runner.write(self._store.close, 0)
             self._copy_runner.close()

@@ -1,4 +1,4 @@
-"""Calls of a tier that run to their end even if their caller is cancelled, because a copy cannot be stopped."""
+"""Calls of a tier that run to their end, even if their caller is cancelled: a copy cannot be stopped."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class StagingRows:
-    """Lends rows in the order of the calls, so that the buffer is all the memory that loads take.
+    """Grants rows in the order of the calls, so that the buffer is all the memory that loads take.
 
     Used from one event loop.
     """
@@ -19,21 +19,21 @@ class StagingRows:
 
     @asynccontextmanager
     async def taken(self, count: int) -> AsyncIterator[list[int]]:
-        """Wait for `count` rows, which must be at most `num_rows`, and keep them until the end of the block."""
-        lent: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, lent))
-        self._lend()
+        """Wait for `count` rows, at most `num_rows`, and keep them until the end of the block."""
+        granted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, granted))
+        self._grant()
         try:
-            yield await lent
+            yield await granted
         finally:
-            if lent.done() and not lent.cancelled():
-                self._free += lent.result()
-            self._waiting = deque(each for each in self._waiting if each[1] is not lent)
-            self._lend()
+            if granted.done() and not granted.cancelled():
+                self._free += granted.result()
+            self._waiting = deque(each for each in self._waiting if each[1] is not granted)
+            self._grant()
 
-    def _lend(self) -> None:
+    def _grant(self) -> None:
         while self._waiting and self._waiting[0][0] <= len(self._free):
-            count, lent = self._waiting.popleft()
-            if not lent.done():
+            count, granted = self._waiting.popleft()
+            if not granted.done():
                 rows, self._free = self._free[:count], self._free[count:]
-                lent.set_result(rows)
+                granted.set_result(rows)
