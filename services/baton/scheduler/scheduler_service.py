@@ -179,7 +179,7 @@ class Scheduler(SchedulerService):
                 decision, may_wait = self._decide(query)
             if not (self._queue.is_open and (may_wait or self._must_queue_behind(decision))):
                 return self._conclude(decision)
-            self._queue.add(query, _prefill_work_s(decision))
+            self._queue.add(query, _prefill_work_s(decision), self._sessions.attained_s(query))
         return await self._queue.wait(query)
 
     def _must_queue_behind(self, decision: UnrecordedDecision) -> bool:
@@ -243,7 +243,8 @@ class Scheduler(SchedulerService):
         now_s = loop.time()
         ahead_s = 0.0
         if not is_next and len(self._queue):
-            ahead_s = self._queue.work_before_s(query) / max(1, self._state.num_prefilling)
+            before_s = self._queue.work_before_s(query, self._sessions.attained_s(query))
+            ahead_s = before_s / max(1, self._state.num_prefilling)
         rules = self._decision_rules(ahead_s)
         cluster = self._state.snapshot(now_s, self.index.overlaps(query.block_hashes, now_s))
         decision = decide(decision_id, self.scheduler_id, self._rules.policy, self._policy, query, cluster, rules)
@@ -301,7 +302,8 @@ class Scheduler(SchedulerService):
         ended = self._open_placements.release(actuals.decision_id)
         if ended is not None:
             if ended.session is not None:
-                self._sessions.ended(ended.session, asyncio.get_running_loop().time())
+                service_s = sum((leg.compute_s or 0.0) + (leg.decode_s or 0.0) for leg in actuals.legs)
+                self._sessions.ended(ended.session, asyncio.get_running_loop().time(), service_s)
             self._accuracy.observe(ended, actuals)
             self._queue.wake()
 

@@ -77,9 +77,12 @@ def test_missing_prefix_is_explained(missing: MissingPrefix, said: str) -> None:
 
 def test_turn_of_a_session_is_shown_with_its_gap() -> None:
     record = decision_record(
-        query=query(session_key="agent-7"), session=SessionTurn(turn=3, gap_s=5.25, median_gap_s=4.0)
+        query=query(session_key="agent-7"), session=SessionTurn(turn=3, gap_s=5.25, median_gap_s=4.0, attained_s=2.5)
     )
-    assert "session agent-7, turn 3, 5.25 s after the turn before (median 4 s)" in " ".join(shown(record).split())
+    assert (
+        "session agent-7, turn 3, 5.25 s after the turn before (median 4 s); 2.5 s computed for it so far"
+        in " ".join(shown(record).split())
+    )
     assert "session" not in shown(decision_record())
 
 

@@ -141,6 +141,81 @@ def test_earliest_due_ignores_tenants() -> None:
     assert sorted(order(queue)) == [0, 2, 3]
 
 
+def test_short_sessions_do_not_wait_behind_long_ones_of_their_tenant() -> None:
+    queue: FairQueue[str] = FairQueue(max_queued_requests=9)
+    for handle, since_s, attained_s in (("long", 0.0, 40.0), ("short", 1.0, 2.0), ("new", 5.0, 0.0)):
+        queue.add(query(deadline_s=100.0), handle, since_s, attained_s=attained_s)
+    queue.add(query(deadline_s=100.0, tenant="other"), "other", 6.0, attained_s=90.0)
+    before = queue.handles_before(query(deadline_s=100.0), 7.0, attained_s=10.0)
+    assert sorted(before) == ["new", "other", "short"]
+    taken = []
+    while (first := take_next(queue)) is not None:
+        taken.append(first.handle)
+    assert taken == ["short", "other", "new", "long"], "tenants take turns, whatever their sessions have attained"
+
+
+def test_long_session_waits_at_most_half_of_its_time_longer() -> None:
+    """It is overtaken by requests that arrive within half of the time until it is due, and by no others."""
+    queue: FairQueue[str] = FairQueue(max_queued_requests=9)
+    queue.add(query(deadline_s=10.0), "long", 0.0, attained_s=1e9)
+    queue.add(query(deadline_s=10.0), "soon", 4.9, attained_s=0.0)
+    queue.add(query(deadline_s=10.0), "late", 5.1, attained_s=0.0)
+    taken = []
+    while (first := take_next(queue)) is not None:
+        taken.append(first.handle)
+    assert taken == ["soon", "long", "late"]
+
+
+def test_attained_service_changes_no_due_time() -> None:
+    queue: FairQueue[str] = FairQueue(max_queued_requests=9)
+    queue.add(query(deadline_s=10.0), "long", 0.0, attained_s=1e9)
+    queue.add(query(deadline_s=12.0), "short", 0.0)
+    assert queue.next_due_s == 10.0
+    assert [each.handle for each in queue.earliest_due(2)] == ["long", "short"]
+    assert [each.handle for each in queue.expire(11.0)] == ["long"]
+    assert queue.next_due_s == 12.0
+
+
+@given(seed=st.integers(0, 2**32))
+def test_queue_equals_a_sorted_list(seed: int) -> None:
+    """One tenant: the order of service, of due times and of expiry, under random operations."""
+    rng = Random(seed)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=1000)
+    naive: dict[int, QueueEntry[int]] = {}
+    for number in range(120):
+        now_s, action = number / 10, rng.random()
+        if action < 0.6:
+            within_s, attained_s = rng.uniform(0.1, 20.0), rng.choice([0.0, rng.uniform(0.0, 30.0)])
+            entry, _ = queue.add(query(deadline_s=within_s), number, now_s, attained_s=attained_s)
+            assert entry.rank_s == pytest.approx(now_s + within_s + min(attained_s, within_s / 2))
+            naive[number] = entry
+        elif action < 0.8 and naive:
+            first = queue.peek()
+            assert first is min(naive.values(), key=lambda each: (each.rank_s, each.seq))
+            taken = first if rng.random() < 0.7 else rng.choice(list(naive.values()))
+            if rng.random() < 0.5:
+                queue.take(taken)
+            else:
+                assert queue.remove(taken)
+            assert not queue.remove(taken)
+            del naive[taken.handle]
+        else:
+            overdue = [each.handle for each in queue.expire(now_s)]
+            assert sorted(overdue) == sorted(handle for handle, each in naive.items() if each.due_s <= now_s)
+            for handle in overdue:
+                del naive[handle]
+        assert queue.next_due_s == min((each.due_s for each in naive.values()), default=None)
+        assert len(queue) == len(naive)
+
+
+def test_entries_that_have_left_take_bounded_memory() -> None:
+    queue: FairQueue[int] = FairQueue(max_queued_requests=9)
+    queue.add(query(deadline_s=1.0), -1, 0.0)
+    for number in range(2000):
+        queue.take(queue.add(query(deadline_s=600.0), number, 0.0)[0])
+    assert len(queue._by_due) < 200
+
+
 def test_removed_request_is_not_served() -> None:
     queue: FairQueue[int] = FairQueue(max_queued_requests=9)
     places = [queue.add(query(), handle, 0.0)[0] for handle in range(3)]

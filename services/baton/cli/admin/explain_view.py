@@ -156,6 +156,8 @@ def _session(record: DecisionRecord) -> Iterator[tuple[str, str]]:
         text += f", {seconds(session.gap_s)} after the turn before"
     if session.median_gap_s is not None:
         text += f" (median {seconds(session.median_gap_s)})"
+    if session.attained_s:
+        text += f"; {seconds(session.attained_s)} computed for it so far"
     yield "session", text
 
 

@@ -65,11 +65,13 @@ class SessionTurn:
     turn: counts from 1.
     gap_s: time from the end of the turn before to the arrival of this one; None if none has ended.
     median_gap_s: of the last gaps; None if there was none.
+    attained_s: how long workers have computed for the turns that have ended.
     """
 
     turn: int
     gap_s: float | None = None
     median_gap_s: float | None = None
+    attained_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

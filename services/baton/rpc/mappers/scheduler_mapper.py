@@ -193,7 +193,7 @@ _MISSING = MessageMapping(
     pb.MissingPrefix,
     {"reason": nested(lambda reason: reason.value, _from_missing_reason), "worker_id": _NAME, "ago_s": _SECONDS},
 )
-_SESSION = MessageMapping(SessionTurn, pb.SessionTurn, {"gap_s": _SECONDS, "median_gap_s": _SECONDS})
+_SESSION = MessageMapping(SessionTurn, pb.SessionTurn, dict.fromkeys(("gap_s", "median_gap_s", "attained_s"), _SECONDS))
 _CANDIDATE = MessageMapping(Candidate, pb.Candidate, {"worker": _REF, "terms": _COUNTS})
 _RECORD = MessageMapping(
     DecisionRecord,

@@ -123,13 +123,20 @@ class AdmissionQueue:
         """True if this attempt waits here, or has an answer that was not fetched yet."""
         return (query.request_id, query.attempt) in self._requests
 
-    def work_before_s(self, query: PlacementQuery) -> float:
-        """Predict the compute time on one worker of all prompts that would be placed before a new request."""
-        now_s = asyncio.get_running_loop().time()
-        return sum(request.work_s for request in self._queue.handles_before(query, now_s))
+    def work_before_s(self, query: PlacementQuery, attained_s: float = 0.0) -> float:
+        """Predict the compute time on one worker of all prompts that would be placed before a new request.
 
-    def add(self, query: PlacementQuery, work_s: float) -> None:
+        attained_s: as in `add`
+        """
+        now_s = asyncio.get_running_loop().time()
+        before = self._queue.handles_before(query, now_s, attained_s=attained_s)
+        return sum(request.work_s for request in before)
+
+    def add(self, query: PlacementQuery, work_s: float, attained_s: float = 0.0) -> None:
         """Queue a request. If the queue is full, one request is rejected, perhaps the new one.
+
+        work_s: predicted time to compute its prompt
+        attained_s: service that its session has attained (`FairQueue`)
 
         Raises OverBudget if the memory budget is used up.
         """
@@ -144,7 +151,7 @@ class AdmissionQueue:
             reservation=self._budget.reserve(Account.WAITING, query_bytes(query), "the queued request"),
         )
         self._requests[request.key] = request
-        request.entry, displaced = self._queue.add(query, request, now_s)
+        request.entry, displaced = self._queue.add(query, request, now_s, attained_s=attained_s)
         if displaced is not None:
             retry_s = max(MIN_RETRY_S, displaced.handle.work_s)
             self._reject(displaced.handle, displaced_rejection(self._queue, retry_s), now_s)

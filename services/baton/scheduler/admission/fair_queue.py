@@ -1,12 +1,18 @@
 """A bounded queue of requests that is fair to tenants.
 
-A lower priority number goes first. Within a priority, tenants are served in turn, and each tenant's requests
-in the order of their due times. A burst of one tenant therefore delays only its own requests.
+A lower priority number goes first. Within a priority, tenants are served in turn, so a burst of one tenant
+delays only its own requests.
+
+Inside a tenant's turn, the request of the session that has attained the least service goes first (LAS, Nuyens
+and Wierman, 2008; for programs of several calls Autellix, Luo et al., 2025), so that short sessions do not
+wait behind long ones. It is limited: a request is served as if it were due later by the service that its
+session has attained, and by at most half of the time until it is due. Among sessions that have attained
+equally much, the request that is due first goes first. A long session therefore waits for a bounded time only.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -16,6 +22,11 @@ from baton.scheduler.admission.slo_admission import MIN_RETRY_S
 
 T = TypeVar("T")
 
+MAX_DELAY = 0.5
+"""Largest share of the time until a request is due by which the service of its session delays it."""
+MIN_LEFT_ENTRIES = 64
+"""Entries that have left the queue are dropped once there are so many more of them than others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueueEntry(Generic[T]):
@@ -24,6 +35,7 @@ class QueueEntry(Generic[T]):
     handle: what the owner of the queue needs to answer it.
     since_s: when it was added.
     due_s: when its answer must have begun, by its TTFT SLO (`is_due_by_slo`) or by its deadline.
+    rank_s: `due_s`, and the delay for the service that its session has attained. Lower ones go first.
     seq: order of arrival, which breaks ties.
     """
 
@@ -32,18 +44,19 @@ class QueueEntry(Generic[T]):
     since_s: float
     due_s: float
     is_due_by_slo: bool
+    rank_s: float
     seq: int
 
     @property
     def _rank(self) -> tuple[float, int]:
-        return self.due_s, self.seq
+        return self.rank_s, self.seq
 
     def __lt__(self, other: "QueueEntry[T]") -> bool:
         return self._rank < other._rank
 
 
 class _PriorityClass(Generic[T]):
-    """The requests of one priority: one heap per tenant, earliest due first.
+    """The requests of one priority: one heap per tenant, lowest rank first.
 
     Tenants are served by start-time fair queueing (Goyal et al., 1996). A tenant's next service starts in
     virtual time where its last one ended, or now if it was absent. Absence earns no credit.
@@ -97,17 +110,23 @@ class FairQueue(Generic[T]):
         self._slos_set_due = slos_set_due
         self._by_priority: dict[int, _PriorityClass[T]] = {}
         self._num_by_tenant: dict[str, int] = {}
+        self._by_due: list[tuple[float, int, QueueEntry[T]]] = []  # a heap, with entries that have left the queue
+        self._queued: set[int] = set()  # the `seq` of entries in the queue
         self._size = 0
         self._seq = count()
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, query: PlacementQuery, handle: T, now_s: float) -> tuple[QueueEntry[T], QueueEntry[T] | None]:
+    def add(
+        self, query: PlacementQuery, handle: T, now_s: float, *, attained_s: float = 0.0
+    ) -> tuple[QueueEntry[T], QueueEntry[T] | None]:
         """Add a request. Returns (its entry, the entry that was displaced for it or None).
 
-        A full queue displaces the request of the lowest priority that is due last, of the tenant with the
-        most requests. That may be the new one itself.
+        attained_s: service that its session has attained; 0 for a request without a session.
+
+        A full queue displaces the request of the lowest priority that would be served last, of the tenant
+        with the most requests. That may be the new one itself.
         """
         within_s, is_due_by_slo = self._due_in_s(query)
         new = QueueEntry(
@@ -116,8 +135,11 @@ class FairQueue(Generic[T]):
             since_s=now_s,
             due_s=now_s + within_s,
             is_due_by_slo=is_due_by_slo,
+            rank_s=now_s + within_s + _delay_s(within_s, attained_s),
             seq=next(self._seq),
         )
+        heappush(self._by_due, (new.due_s, new.seq, new))
+        self._queued.add(new.seq)
         self._by_priority.setdefault(query.priority, _PriorityClass()).add(new)
         self._count(query.tenant, 1)
         if self._size <= self._max_queued_requests:
@@ -133,7 +155,9 @@ class FairQueue(Generic[T]):
     def earliest_due(self, limit: int) -> list[QueueEntry[T]]:
         """Return the requests that are due first within the first priorities, regardless of tenants."""
         return nsmallest(
-            limit, (each for heap in self._heaps() for each in heap), key=lambda each: (each.query.priority, each)
+            limit,
+            (each for heap in self._heaps() for each in heap),
+            key=lambda each: (each.query.priority, each.due_s, each.seq),
         )
 
     def take(self, entry: QueueEntry[T]) -> None:
@@ -141,21 +165,21 @@ class FairQueue(Generic[T]):
         self._by_priority[entry.query.priority].take(entry)
         self._forget(entry)
 
-    def handles_before(self, query: PlacementQuery, now_s: float) -> Iterator[T]:
+    def handles_before(self, query: PlacementQuery, now_s: float, *, attained_s: float = 0.0) -> Iterator[T]:
         """Yield the handles of requests that would be served before a new one.
 
-        These are all requests with a lower priority number, and those of the same priority and tenant that
-        are due earlier. Tenants take turns, so each other tenant gets as many requests served before it, plus
-        one.
+        These are all requests with a lower priority number, and those of the same priority and tenant with a
+        lower rank. Tenants take turns, so each other tenant gets as many requests served before it, plus one.
         """
-        due_s = now_s + self._due_in_s(query)[0]
+        within_s = self._due_in_s(query)[0]
+        rank_s = now_s + within_s + _delay_s(within_s, attained_s)
         for priority, of_priority in self._by_priority.items():
             if priority > query.priority:
                 continue
             own = [
                 each
                 for each in of_priority.heaps.get(query.tenant, ())
-                if priority < query.priority or each.due_s <= due_s
+                if priority < query.priority or each.rank_s <= rank_s
             ]
             yield from (each.handle for each in own)
             for tenant, heap in of_priority.heaps.items():
@@ -165,15 +189,15 @@ class FairQueue(Generic[T]):
 
     def expire(self, now_s: float) -> list[QueueEntry[T]]:
         """Remove and return all requests that are overdue."""
-        overdue = [each for heap in self._heaps() for each in _due_by(heap, now_s)]
-        for each in overdue:
-            self._remove(each)
+        overdue = []
+        while (next_due_s := self.next_due_s) is not None and next_due_s <= now_s:
+            overdue.append(self._by_due[0][2])
+            self._remove(overdue[-1])
         return overdue
 
     def remove(self, entry: QueueEntry[T]) -> bool:
         """Remove a request without placing it. Returns False if it is not queued any more."""
-        of_priority = self._by_priority.get(entry.query.priority)
-        if of_priority is None or entry not in of_priority.heaps.get(entry.query.tenant, ()):
+        if entry.seq not in self._queued:
             return False
         self._remove(entry)
         return True
@@ -181,7 +205,9 @@ class FairQueue(Generic[T]):
     @property
     def next_due_s(self) -> float | None:
         """Time at which the next request becomes overdue, or None if the queue is empty."""
-        return min((heap[0].due_s for heap in self._heaps()), default=None)
+        while self._by_due and self._by_due[0][1] not in self._queued:
+            heappop(self._by_due)
+        return self._by_due[0][0] if self._by_due else None
 
     def _due_in_s(self, query: PlacementQuery) -> tuple[float, bool]:
         """Return (seconds until the query is due, True if its SLO sets that time)."""
@@ -204,6 +230,10 @@ class FairQueue(Generic[T]):
         self._forget(entry)
 
     def _forget(self, entry: QueueEntry[T]) -> None:
+        self._queued.discard(entry.seq)
+        if len(self._by_due) > 2 * len(self._queued) + MIN_LEFT_ENTRIES:
+            self._by_due = [each for each in self._by_due if each[1] in self._queued]
+            heapify(self._by_due)
         if not self._by_priority[entry.query.priority].heaps:
             del self._by_priority[entry.query.priority]
         self._count(entry.query.tenant, -1)
@@ -238,11 +268,6 @@ def displaced_rejection(queue: FairQueue[T], retry_after_s: float) -> Rejection:
     )
 
 
-def _due_by(heap: list[QueueEntry[T]], now_s: float) -> Iterator[QueueEntry[T]]:
-    """Yield the entries due by now. Skips the subtrees below entries that are not."""
-    positions = [0]
-    while positions:
-        i = positions.pop()
-        if i < len(heap) and heap[i].due_s <= now_s:
-            yield heap[i]
-            positions += [2 * i + 1, 2 * i + 2]
+def _delay_s(within_s: float, attained_s: float) -> float:
+    """Return how much later a request is served that is due in `within_s`, see the module's docstring."""
+    return min(attained_s, MAX_DELAY * within_s)

@@ -1,4 +1,5 @@
-"""Remembers when the turns of client sessions end and how long their clients pause, per tenant."""
+"""Remembers when the turns of client sessions end, how long their clients pause, and how long workers have
+computed for them, per tenant."""
 
 from collections import OrderedDict, deque
 from statistics import median
@@ -19,10 +20,11 @@ SessionKey = tuple[str, str]
 
 
 class _Session:
-    __slots__ = ("ended_s", "gaps_s", "num_bytes", "num_turns")
+    __slots__ = ("attained_s", "ended_s", "gaps_s", "num_bytes", "num_turns")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_turns = 0
+        self.attained_s = 0.0
         self.ended_s: float | None = None
         self.gaps_s: deque[float] = deque(maxlen=NUM_GAPS)
         self.num_bytes = num_bytes
@@ -69,10 +71,28 @@ class SessionTable:
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._sessions.popitem(last=False)[1].num_bytes
         gaps_s = session.gaps_s
-        return SessionTurn(turn=session.num_turns, gap_s=gap_s, median_gap_s=median(gaps_s) if gaps_s else None)
+        return SessionTurn(
+            turn=session.num_turns,
+            gap_s=gap_s,
+            median_gap_s=median(gaps_s) if gaps_s else None,
+            attained_s=session.attained_s,
+        )
 
-    def ended(self, key: SessionKey, now_s: float) -> None:
-        """Record that a turn of a session has ended. Ignored if the session has been forgotten."""
+    def ended(self, key: SessionKey, now_s: float, service_s: float) -> None:
+        """Record that a turn of a session has ended. Ignored if the session has been forgotten.
+
+        service_s: how long workers have computed for the turn
+        """
         session = self._sessions.get(key)
         if session is not None:
             session.ended_s = now_s
+            session.attained_s += service_s
+
+    def attained_s(self, query: PlacementQuery) -> float:
+        """Return how long workers have computed for the ended turns of the query's session.
+
+        0 without a session, or if it has been forgotten.
+        """
+        key = session_of_query(query)
+        session = None if key is None else self._sessions.get(key)
+        return 0.0 if session is None else session.attained_s

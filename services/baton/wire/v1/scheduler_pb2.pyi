@@ -442,14 +442,16 @@ class DecisionRecord(_message.Message):
     def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., query: _Optional[_Union[PlacementQuery, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., rejection: _Optional[_Union[Rejection, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_excluded: _Optional[_Mapping[str, int]] = ..., actuals_json: _Optional[str] = ..., inputs: _Optional[str] = ..., missing: _Optional[_Union[MissingPrefix, _Mapping]] = ..., session: _Optional[_Union[SessionTurn, _Mapping]] = ...) -> None: ...
 
 class SessionTurn(_message.Message):
-    __slots__ = ("turn", "gap_s", "median_gap_s")
+    __slots__ = ("turn", "gap_s", "median_gap_s", "attained_s")
     TURN_FIELD_NUMBER: _ClassVar[int]
     GAP_S_FIELD_NUMBER: _ClassVar[int]
     MEDIAN_GAP_S_FIELD_NUMBER: _ClassVar[int]
+    ATTAINED_S_FIELD_NUMBER: _ClassVar[int]
     turn: int
     gap_s: float
     median_gap_s: float
-    def __init__(self, turn: _Optional[int] = ..., gap_s: _Optional[float] = ..., median_gap_s: _Optional[float] = ...) -> None: ...
+    attained_s: float
+    def __init__(self, turn: _Optional[int] = ..., gap_s: _Optional[float] = ..., median_gap_s: _Optional[float] = ..., attained_s: _Optional[float] = ...) -> None: ...
 
 class MissingPrefix(_message.Message):
     __slots__ = ("num_blocks", "reason", "worker_id", "known_blocks", "ago_s")
