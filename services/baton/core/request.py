@@ -101,6 +101,26 @@ NO_SLO = Slo()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionHints:
+    """What a worker is told about the next use of a request's KV.
+
+    session: id of the client's session within the tenant, or empty.
+    retain_s: the client asks to keep the KV for this time after the answer; 0 ends what an earlier request
+        has asked for; None: nothing is asked for.
+    next_in_s: time from the end of the answer to the next request of the session, as far as the client knows
+        it; None if it does not.
+    """
+
+    tenant: str = "default"
+    session: str = ""
+    retain_s: float | None = None
+    next_in_s: float | None = None
+
+
+NO_HINTS = SessionHints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Request for one prompt as the gateway holds it, validated and tokenized.
 
@@ -112,7 +132,7 @@ class GenerateRequest:
     priority: lower numbers are served first.
     tenant, cache_salt: prefixes are shared only within a tenant; the salt is part of the block hashes.
     trace_context: W3C `traceparent`, or empty.
-    session: id of the client's session within its tenant, or empty.
+    session, retain_s, next_in_s: see `SessionHints`.
     """
 
     request_id: bytes
@@ -129,6 +149,13 @@ class GenerateRequest:
     cache_salt: bytes = b""
     trace_context: str = ""
     session: str = ""
+    retain_s: float | None = None
+    next_in_s: float | None = None
+
+    @property
+    def hints(self) -> SessionHints:
+        """What its workers are told about the next use of its KV."""
+        return SessionHints(tenant=self.tenant, session=self.session, retain_s=self.retain_s, next_in_s=self.next_in_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

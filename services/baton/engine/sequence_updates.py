@@ -162,7 +162,10 @@ class SequenceUpdates:
         if self._speculation is not None:
             self._speculation.forget(seq.key)
         self._pool.announce(seq.hashes, seq.num_hashed_blocks, seq.num_hashed_blocks, is_end=True)
-        self._pool.unref(seq.drop_blocks())
+        owner = seq.request.owner
+        if owner is not None and owner.is_announced:
+            owner.chain = tuple(seq.hashes[: seq.num_hashed_blocks])
+        self._pool.unref(seq.drop_blocks(), owner)
 
     def _unpublish_own(self, seq: EngineSequence) -> None:
         """Withdraw the blocks that a failed sequence has computed, but not those that others use.

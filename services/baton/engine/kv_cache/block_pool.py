@@ -25,6 +25,8 @@ from baton.engine.kv_cache.content_index import CachedPrefix, ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
 from baton.engine.kv_cache.pool_listeners import CopySources, PoolListener
 from baton.engine.kv_cache.step_fence import StepFence
+from baton.engine.retention.content_owner import ContentOwner, ContentUse
+from baton.engine.retention.eviction_order import EvictionOrder
 from baton.engine.state.require import require
 
 
@@ -60,8 +62,11 @@ class BlockPool:
         self._contents = ContentIndex(num_blocks, announce_every)
         self._fence = StepFence()
         self._copies = CopySources()
+        self._owners: list[ContentOwner | None] = [None] * num_blocks
+        self._positions = [0] * num_blocks
         self._held_for_others = 0
         self._on_freed: list[Callable[[], None]] = []
+        self._on_forgotten: list[Callable[[BlockHash], None]] = []
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -114,9 +119,24 @@ class BlockPool:
         """Call `callback` whenever a sequence or a transfer may have made blocks allocatable."""
         self._on_freed.append(callback)
 
+    def on_forgotten(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that no block has any more."""
+        self._on_forgotten.append(callback)
+
+    def copy_changed(self, block_id: int) -> None:
+        """Record that another tier has a copy of a block's content now, or has none any more."""
+        self._eviction_queue.copy_changed(block_id)
+
     def add_listener(self, listener: PoolListener) -> None:
         """Tell `listener` about blocks that become idle and about content that is withdrawn."""
         self._copies.add_listener(listener)
+
+    def order_by(self, order: EvictionOrder) -> None:
+        """Evict cached blocks in this order instead of least recently used first.
+
+        Raises ValueError if blocks are cached.
+        """
+        self._eviction_queue.order_by(order)
 
     # -- allocation and references -------------------------------------------------------------------------------------
 
@@ -130,7 +150,7 @@ class BlockPool:
         fenced: Set[int] = self._fence.blocks
         if self._copies.copying:
             fenced = fenced | self._copies.copying.keys()
-        chosen = list(islice((b for b in self._eviction_queue if b not in fenced), num_blocks))
+        chosen = self._eviction_queue.first(num_blocks, fenced)
         if len(chosen) < num_blocks:
             return None
         for block_id in chosen:
@@ -157,15 +177,22 @@ class BlockPool:
             self._take(block_id)
             self._count(block_id, refs=1)
 
-    def unref(self, block_ids: Sequence[int]) -> None:
+    def unref(self, block_ids: Sequence[int], owner: ContentOwner | None = None) -> None:
         """Remove a reference from each block. Raises ValueError for a block without references.
 
         Pass the blocks in the order of the sequence. They are released in reverse order, so that a chain is
         evicted from its tail.
+
+        owner: who has used them; None if that is known already, or unknown
         """
-        for block_id in reversed(block_ids):
+        num_tables = self.windows.num_tables
+        for index in range(len(block_ids) - 1, -1, -1):
+            block_id = block_ids[index]
             if not self._refs[block_id]:
                 raise ValueError(f"block {block_id} has no reference; it cannot be unreferenced")
+            if owner is not None:
+                self._owners[block_id] = owner.owner_with(self._owners[block_id])
+                self._positions[block_id] = index // num_tables
             self._count(block_id, refs=-1)
             self._release(block_id)
         self._notify_freed()
@@ -321,7 +348,8 @@ class BlockPool:
         longer a replica, and is cached like any other block.
         """
         for block_id in block_ids:
-            self._eviction_queue.count_use(block_id)
+            if self._eviction_queue.is_replica(block_id):
+                self._eviction_queue.count_use(block_id, self.use_of(block_id))
             if not self._eviction_queue.is_replica(block_id):
                 self._copies.mark_reused(block_id)
 
@@ -333,13 +361,17 @@ class BlockPool:
         """Return True if a second request has found the block's content here."""
         return self._copies.is_reused(block_id)
 
+    def use_of(self, block_id: int) -> ContentUse:
+        """Return the last use of a block's content."""
+        return ContentUse(self._owners[block_id], self._positions[block_id], self._copies.is_reused(block_id))
+
     def evict_replicas(self, max_blocks: int) -> int:
         """Evict at most `max_blocks` idle replicas, least recently used first. Returns how many."""
         evicted = self._eviction_queue.oldest_replicas(max_blocks)
         for block_id in evicted:
             self._eviction_queue.take(block_id)
             self._forget_content(block_id)
-            self._eviction_queue.put(block_id, has_content=False)
+            self._eviction_queue.put(block_id, None)
         return len(evicted)
 
     # -- copies to a slower tier ---------------------------------------------------------------------------------------
@@ -357,10 +389,12 @@ class BlockPool:
             self._copies.begin_copy(block_id)
         return block_hash
 
-    def end_copy(self, block_ids: Iterable[int]) -> None:
+    def end_copy(self, block_ids: Sequence[int]) -> None:
         """Record that one copy of each of these blocks has ended. Raises KeyError for a block that is not
         copied."""
         self._copies.end_copy(block_ids)
+        for block_id in block_ids:
+            self._eviction_queue.copy_changed(block_id)
         self._notify_freed()
 
     # -- receiving (ReceivingPool) -------------------------------------------------------------------------------------
@@ -473,7 +507,7 @@ class BlockPool:
         if self._contents.is_duplicated(block_id):
             self._forget_content(block_id)  # another block in use has the same content
         has_content = self._contents.has_content(block_id)
-        self._eviction_queue.put(block_id, has_content=has_content)
+        self._eviction_queue.put(block_id, self.use_of(block_id) if has_content else None)
         self._fence.add(block_id)
         if has_content:
             self._copies.became_idle(block_id)
@@ -486,7 +520,12 @@ class BlockPool:
         """Remove the block's hash. The content is evicted if no other block has it."""
         self._eviction_queue.unmark_replica(block_id)
         self._copies.forget_content(block_id)
+        self._owners[block_id] = None
+        block_hash = self._contents.hash_of(block_id)
         self._contents.remove(block_id)
+        if self._on_forgotten and self._contents.find(block_hash) is None:
+            for callback in self._on_forgotten:
+                callback(block_hash)
 
     def _count(self, block_id: int, *, refs: int = 0, pins: int = 0) -> None:
         was_held = self._is_held(block_id)

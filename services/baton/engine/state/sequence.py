@@ -10,6 +10,7 @@ from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.request import FinishReason, PromptLogprobs, Sampling
 from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceState
 from baton.core.step_targets import LatencyTargets
+from baton.engine.retention.content_owner import ContentOwner
 from baton.engine.state.block_grant import BlockGrant
 
 
@@ -50,6 +51,7 @@ class SequenceRequest:
     ttft_slo_s: SLO for the time to the first token, from the arrival at the gateway, in seconds; 0 for none.
     tpot_slo_s: SLO for the mean time per output token, in seconds; 0 for none.
     waited_s: time since the arrival at the gateway, in seconds.
+    owner: of the content that it leaves; None if it is unknown.
     """
 
     seq_id: int
@@ -67,6 +69,7 @@ class SequenceRequest:
     ttft_slo_s: float = 0.0
     tpot_slo_s: float = 0.0
     waited_s: float = 0.0
+    owner: ContentOwner | None = None
 
     @property
     def num_slots(self) -> int:

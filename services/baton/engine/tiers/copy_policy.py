@@ -27,13 +27,14 @@ def compute_s(costs: StepCostModel, num_tokens: int, context_tokens: int, chunk_
     return costs.prefill_s(num_tokens, context_tokens, chunk_tokens)
 
 
-def block_compute_s(costs: StepCostModel, block_size_tokens: int, chunk_tokens: int) -> float:
+def block_compute_s(costs: StepCostModel, block_size_tokens: int, chunk_tokens: int, *, num_before: int = 0) -> float:
     """Return the predicted time to compute one block of a prompt, as a part of a full chunk.
 
-    Its place in the prompt is not known, so attention to earlier tokens is left out: a lower bound.
+    num_before: blocks before the chunk; 0 leaves out attention to them, which is a lower bound
     """
     chunk_tokens = max(chunk_tokens, block_size_tokens)
-    return costs.prefill_s(chunk_tokens, 0, chunk_tokens) * block_size_tokens / chunk_tokens
+    context_tokens = num_before * block_size_tokens
+    return costs.prefill_s(chunk_tokens, context_tokens, chunk_tokens) * block_size_tokens / chunk_tokens
 
 
 def is_worth_copying(*, is_reused: bool, compute_s: float | None, reload_s: float | None) -> bool:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.engine.retention.content_owner import NO_USE, ContentUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +15,9 @@ class BlockToStore:
 
     block_hash: of its content, see `core.kv.block_hash.table_hash`
     is_announced: schedulers are informed about the content
-    is_reused: a second request has used the content; such content is evicted last
+    is_reused: a second request has used the content
     tenant_root: of the tenant whose content it is, see `core.kv.block_hash.tenant_root`; NO_HASH if unknown
+    use: its last use, from which the order of eviction may follow
     """
 
     block_id: int
@@ -23,6 +25,7 @@ class BlockToStore:
     is_announced: bool = True
     is_reused: bool = False
     tenant_root: BlockHash = NO_HASH
+    use: ContentUse = NO_USE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

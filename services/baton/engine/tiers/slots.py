@@ -7,18 +7,17 @@ Each slot is in exactly one state:
 - otherwise `lost` while something still reads content that was discarded;
 - otherwise `free`.
 
-Free slots are reallocated first. Then content that no second request has used, as long as it has more than
-`FIRST_USE_SHARE` of the slots, then other content. Within each group the least recently used comes first.
-Content that is never used again thus does not displace what is, and new content still finds a place.
+Free slots are reallocated first, then slots with content in the order of an `EvictionOrder`.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind
+from baton.engine.retention.eviction_order import EvictionOrder, ReuseLruOrder
 from baton.engine.state.require import require
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
 
@@ -37,13 +36,29 @@ class TierSlots:
         self.num_slots = num_slots
         self._generation_table = generation_table
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
-        self._once: OrderedDict[int, None] = OrderedDict()  # idle, content without a second use
-        self._reused: OrderedDict[int, None] = OrderedDict()  # idle, other content
+        self._idle: EvictionOrder = ReuseLruOrder(num_slots, FIRST_USE_SHARE)  # slots with content
         self._filling: dict[int, BlockToStore] = {}
         self._content: dict[int, BlockToStore] = {}
         self._by_hash: dict[BlockHash, int] = {}  # content and what is being filled
         self._pins: dict[int, int] = {}
         self._changes: dict[BlockHash, KvEventKind] = {}
+        self._on_forgotten: list[Callable[[BlockHash], None]] = []
+
+    def order_by(self, order: EvictionOrder) -> None:
+        """Evict content in this order from now on. Raises ValueError if there is some."""
+        if len(self._idle) or len(order):
+            raise ValueError("the order of eviction cannot change while slots have content")
+        self._idle = order
+
+    def on_forgotten(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that was evicted or discarded."""
+        self._on_forgotten.append(callback)
+
+    def copy_changed(self, block_hash: BlockHash) -> None:
+        """Record that the device has content now, or has it no more."""
+        slot = self._by_hash.get(block_hash)
+        if slot is not None and slot in self._idle:
+            self._idle.copy_changed(slot)
 
     # -- counts and content ----------------------------------------------------------------------------------------
 
@@ -207,15 +222,15 @@ class TierSlots:
             if content is None or content.is_reused:
                 continue
             self._content[slot] = replace(content, is_reused=True)
-            if slot in self._once:
-                del self._once[slot]
-                self._reused[slot] = None
+            if slot in self._idle:
+                self._idle.remove(slot)
+                self._release(slot)
 
     # -- invariants ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check all invariants. For tests. Raises AssertionError naming the first that does not hold."""
-        idle = [*self._free, *self._once, *self._reused]
+        idle = [*self._free, *self._idle.ids()]
         require(len(set(idle)) == len(idle), "a slot is queued twice")
         require(not self._filling.keys() & self._content.keys(), "a slot that is being filled has content")
         require(not self._filling.keys() & self._pins.keys(), "a slot that is being filled is pinned")
@@ -224,10 +239,7 @@ class TierSlots:
             set(idle) == set(range(self.num_slots)) - self._filling.keys() - self._pins.keys(),
             "the idle slots are not those that nothing writes or reads",
         )
-        for slots, is_reused in ((self._once, False), (self._reused, True)):
-            require(
-                all(self._content[slot].is_reused is is_reused for slot in slots), "a slot is queued in a wrong group"
-            )
+        require(self._content.keys() >= set(self._idle.ids()), "a slot without content is queued as content")
         for slot, content in self._content.items():
             require(self._by_hash.get(content.block_hash) == slot, f"the content of slot {slot} is not found")
         known = self._content | self._filling
@@ -240,27 +252,29 @@ class TierSlots:
 
     def _next_idle(self) -> int | None:
         """Return the slot to reallocate next; None if no slot is idle."""
-        queue = self._free
-        if not queue:
-            is_large = len(self._once) > FIRST_USE_SHARE * self.num_slots
-            queue = self._once if is_large or not self._reused else self._reused
-        return next(iter(queue), None)
+        if self._free:
+            return next(iter(self._free))
+        return next(iter(self._idle.first(1)), None)
 
     def _take(self, slot: int) -> None:
-        for queue in (self._free, self._once, self._reused):
-            if slot in queue:
-                del queue[slot]
-                return
+        if slot in self._free:
+            del self._free[slot]
+        elif slot in self._idle:
+            self._idle.remove(slot)
 
     def _release(self, slot: int) -> None:
         content = self._content.get(slot)
-        queue = self._free if content is None else self._reused if content.is_reused else self._once
-        queue[slot] = None
+        if content is None:
+            self._free[slot] = None
+        else:
+            self._idle.put(slot, content.use._replace(is_reused=content.is_reused))
 
     def _forget(self, slot: int) -> None:
         content = self._content.pop(slot)
         del self._by_hash[content.block_hash]
         self._changed(content, KvEventKind.EVICTED)
+        for callback in self._on_forgotten:
+            callback(content.block_hash)
 
     def _changed(self, content: BlockToStore, kind: KvEventKind) -> None:
         if content.is_announced and self._changes.pop(content.block_hash, kind) is kind:
