@@ -57,6 +57,8 @@ GROUPS = {
         "weight_cache",
         "block_size_tokens",
         "kv_announce_every",
+        "kv_eviction",
+        "kv_retain_memory",
         "threads_per_worker",
         "memory_budget",
         "ray_memory_limit",

@@ -120,6 +120,8 @@ MAX_BAD_WORD_TOKENS = 64
 """Maximum number of tokens of one bad word."""
 MAX_SESSION_CHARACTERS = 128
 """Longest id of a client's session."""
+MAX_RETAIN_S = 86_400
+"""Longest time for which KV can be retained, and in which the next request of a session can be announced."""
 MIN_ARRAY_IDS = 1024
 """A list of this many token ids or more becomes an array. Fields other than prompts have fewer."""
 MAX_PROMPT_TOKENS = 2**20
@@ -175,6 +177,8 @@ LIMITS: Mapping[str, Limit] = {
     "timeline": _flag(),
     "cache_salt": Limit(kind=ValueKind.STRING, minimum=1, maximum=512),
     "session": Limit(kind=ValueKind.STRING, minimum=1, maximum=MAX_SESSION_CHARACTERS),
+    "retain_s": Limit(kind=ValueKind.NUMBER, minimum=0, maximum=MAX_RETAIN_S),
+    "next_in_s": Limit(kind=ValueKind.NUMBER, minimum=0, maximum=MAX_RETAIN_S),
     "priority": Limit(kind=ValueKind.INTEGER, minimum=-I32_MAX, maximum=I32_MAX, default=0),
     "slo.ttft_ms": Limit(kind=ValueKind.NUMBER, above=0, maximum=86_400_000),
     "slo.tpot_ms": Limit(kind=ValueKind.NUMBER, above=0, maximum=86_400_000),

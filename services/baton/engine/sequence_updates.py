@@ -165,6 +165,7 @@ class SequenceUpdates:
         owner = seq.request.owner
         if owner is not None and owner.is_announced:
             owner.chain = tuple(seq.hashes[: seq.num_hashed_blocks])
+            owner.tenant_root = seq.request.tenant_root
         self._pool.unref(seq.drop_blocks(), owner)
 
     def _unpublish_own(self, seq: EngineSequence) -> None:

@@ -145,6 +145,12 @@ class WorkerMetrics:
                 self._raise_to(self.tier.preemptions_by_way.labels(way.value), number)
             for way, seconds in worker.preempted_kv.totals.predicted_s.items():
                 self._raise_to(self.tier.predicted_way_back_s.labels(way.value), seconds)
+        for tier, order in ((Tier.DEVICE, worker.retention.device), (Tier.HOST, worker.retention.host)):
+            if order is not None:
+                self.engine.retained_blocks.labels(tier.value).set(order.num_retained)
+        if worker.prefetches is not None:
+            for outcome in ("started", "early", "refused"):
+                self._raise_to(self.tier.prefetches.labels(outcome), getattr(worker.prefetches.totals, outcome))
         self.engine.blocks_held_for_others.set(counts.held_for_others)
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)

@@ -30,6 +30,9 @@ from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
+from baton.worker.tiers.prefetches import Prefetches
+from baton.worker.tiers.reloads import Reloads
+from baton.worker.tiers.retention import Retention
 from baton.worker.tiers.worker_regions import WorkerRegions
 
 KV_EVENTS_TTL_S = 30.0
@@ -137,6 +140,28 @@ def build_copies_out(
         )
         for tier in parts.tiers
     ]
+
+
+def build_retention(parts: WorkerParts, costs: Callable[[], StepCostModel | None]) -> Retention:
+    """Set the order in which the worker's tiers evict content."""
+    return Retention(
+        parts.pool,
+        parts.tier,
+        policy=parts.config.kv_eviction,
+        retain_memory=parts.config.kv_retain_memory,
+        block_bytes=parts.executor.layout.block_bytes,
+        chunk_tokens=parts.engine_config.max_num_batched_tokens,
+        costs=costs,
+        clock=lambda: asyncio.get_running_loop().time(),
+    )
+
+
+def build_prefetches(parts: WorkerParts, retention: Retention, reloads: Reloads | None) -> Prefetches | None:
+    """Build what reloads prefixes before announced turns. Returns None without a tier."""
+    if reloads is None:
+        return None
+    tenant_blocks = retention.tenant_blocks(parts.pool.num_blocks, parts.executor.layout.block_bytes)
+    return Prefetches(reloads, parts.tiers, retention.owners, tenant_blocks=tenant_blocks)
 
 
 def build_owner(parts: WorkerParts) -> OwnerService:

@@ -48,8 +48,10 @@ from baton.worker.worker_parts import (
     build_copies_out,
     build_draft_model,
     build_owner,
+    build_prefetches,
     build_publisher,
     build_reader,
+    build_retention,
     draft_cost_keeper,
 )
 
@@ -96,6 +98,8 @@ class Worker:
         if self.tiers:
             tiers = SlowerTiers(self.tiers)
             self.reloads = Reloads(engine=self.engine, tiers=tiers, tasks=self.tasks, costs=self._current_costs)
+        self.retention = build_retention(parts, self._current_costs)
+        self.prefetches = build_prefetches(parts, self.retention, self.reloads)
         self.owner = build_owner(parts)
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
@@ -145,6 +149,8 @@ class Worker:
             owner=self.owner,
             reader=self.reader,
             reloads=self.reloads,
+            prefetches=self.prefetches,
+            owners=self.retention.owners,
             prefixes=PrefixPuller(engine=self.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
             constraints=parts.constraints,
@@ -427,6 +433,8 @@ class Worker:
         self.sessions.close()
         engine.cancel()
         await asyncio.wait((engine,))
+        if self.prefetches is not None:
+            self.prefetches.close()
         await self.reader.aclose()
         await self.owner.aclose()
         await self.tasks.aclose()

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from baton.core.client_api import SESSION_HEADERS, Caller, session_of
-from baton.core.errors import Refused
+from baton.core.errors import Code, Refused
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.request import SessionHints
 from baton.gateway.http.asgi_io import caller_of as caller_over_http
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.request.attempt import make_attempt
 from baton.rpc.inference_rpc import caller_of as caller_over_grpc
 from baton.rpc.mappers.client_mapper import from_generate_request
 from baton.v1 import inference_pb2
-from tests.builders import layout
+from tests.builders import layout, placement
 from tests.unit.gateway.validator_calls import validator
 
 
@@ -87,3 +88,41 @@ def test_session_goes_to_the_scheduler_with_the_tenant() -> None:
         return query.tenant, query.session_key
 
     assert asyncio.run(asked()) == ("default", "s")
+
+
+def hints(body: dict[str, Any]) -> SessionHints:
+    """What the workers of a request are told."""
+
+    async def told() -> SessionHints:
+        call = await validator().call(Endpoint.COMPLETIONS, {"prompt": "x", **body}, Caller(), received_s=0.0)
+        attempt = await make_attempt(call.requests[0], 0, layout())
+        prefill, decode = attempt.jobs(placement(), 0.0)
+        assert prefill is not None
+        assert decode is not None
+        assert prefill.hints == decode.hints
+        return decode.hints
+
+    return asyncio.run(told())
+
+
+def test_hints_go_to_both_workers() -> None:
+    assert hints({}) == SessionHints(tenant="default")
+    assert hints({"session": "s", "retain_s": 60, "next_in_s": 2.5}) == SessionHints(
+        tenant="default", session="s", retain_s=60, next_in_s=2.5
+    )
+    assert hints({"retain_s": 0}).retain_s == 0
+
+
+@pytest.mark.parametrize("field", ["retain_s", "next_in_s"])
+@pytest.mark.parametrize("value", [-1, 86_401, "60", True, [1]])
+def test_invalid_hint_is_refused(field: str, value: object) -> None:
+    with pytest.raises(Refused, match=field) as refused:
+        hints({field: value})
+    assert refused.value.failure.code is Code.INVALID_ARGUMENT
+
+
+def test_message_has_the_hints() -> None:
+    message = inference_pb2.GenerateRequest(prompt="x", retain_s=0.0, next_in_s=1.5)
+    body = from_generate_request(message)
+    assert (body["retain_s"], body["next_in_s"]) == (0.0, 1.5)
+    assert not {"retain_s", "next_in_s"} & from_generate_request(inference_pb2.GenerateRequest(prompt="x")).keys()

@@ -16,9 +16,11 @@ import pytest
 
 from baton.core.kv.block_hash import NO_HASH
 from baton.core.kv.kv_tables import TableWindows, entries_from, hashes_of_entries
+from baton.core.request import SessionHints
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.retention.content_owners import OwnedRequest
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import EngineOutcome, PreemptedSequence, ReturningSequence
 from baton.engine.tiers.kv_tier import KvTier
@@ -32,6 +34,7 @@ from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.preempted_kv import PreemptedKv
 from baton.worker.tiers.reloads import Reloads
+from baton.worker.tiers.retention import Retention
 from baton.worker.tiers.slower_tiers import SlowerTiers
 from baton.worker.tiers.tier_copies import HostCopies
 from baton.worker.tiers.worker_regions import WorkerRegions
@@ -124,8 +127,9 @@ class Read:
 class World:
     """One worker and its peers. Only public calls are made, as the worker makes them."""
 
-    def __init__(self, seed: int, windows: tuple[int, ...], *, has_disk: bool) -> None:
+    def __init__(self, seed: int, windows: tuple[int, ...], policy: str, *, has_disk: bool) -> None:
         self.rng = random.Random(seed)
+        self.policy, self.now_s = policy, 0.0
         self.shape = FileShape(num_slots=24, block_bytes=HASH_BYTES, layout=b"l" * 16, model=b"m" * 16)
         self.file = MemoryFile(self.shape.file_bytes) if has_disk else None
         self.windows = TableWindows(windows, SIZE)
@@ -136,7 +140,7 @@ class World:
         self.storing: list[asyncio.Task[None]] = []
         self.calls: list[asyncio.Task[int]] = []
         self.reads: list[Read] = []
-        self.sequences: list[list[int]] = []
+        self.sequences: list[tuple[list[int], OwnedRequest]] = []
         self.start()
 
     def failed(self, error: BaseException) -> None:
@@ -184,6 +188,17 @@ class World:
             chunk_tokens=16,
             returned=self.returned,
         )
+        self.budget = self.rng.randint(0, 4)
+        self.retention = Retention(
+            self.pool,
+            self.tier,
+            policy=self.policy,
+            retain_memory=self.budget * shape,
+            block_bytes=shape,
+            chunk_tokens=16,
+            costs=lambda: COSTS,
+            clock=lambda: self.now_s,
+        )
 
     def open_disk(self, file: MemoryFile) -> DiskTier:
         """Open what the last incarnation has left. Damaged slots are not found by it, or are found out."""
@@ -220,17 +235,28 @@ class World:
         for block_id, entry, block_hash in zip(new, entries, found, strict=True):
             self.device[block_id] = np.frombuffer(block_hash, dtype=np.uint8)
             self.pool.set_hash(block_id, hashes[entry // self.windows.num_tables])
-        self.sequences.append(prefix.block_ids + new)
+        hints = SessionHints(
+            tenant=self.rng.choice(["t", "u"]),
+            session=self.rng.choice(["", "a", "b"]),
+            retain_s=self.rng.choice([None, None, 0.0, 2.0, 60.0]),
+            next_in_s=self.rng.choice([None, 5.0]),
+        )
+        self.sequences.append((prefix.block_ids + new, self.retention.owners.arrived(hints, hashes[0])))
 
     def finish(self) -> None:
         if self.sequences:
-            self.pool.unref(self.sequences.pop(self.rng.randrange(len(self.sequences))))
+            blocks, request = self.sequences.pop(self.rng.randrange(len(self.sequences)))
+            self.pool.unref(blocks, request.owner)
+            self.retention.owners.ended(request)
+
+    def wait(self) -> None:
+        self.now_s += self.rng.choice([0.1, 1.0, 30.0])
 
     def doubt(self) -> None:
         """Withdraw the blocks of a sequence, and make their content wrong, as a numerical error does."""
         if not self.sequences:
             return
-        blocks = self.rng.choice(self.sequences)
+        blocks, _ = self.rng.choice(self.sequences)
         self.pool.unpublish([b for b in blocks if self.pool.num_refs(b) == 1])
         for b in blocks:
             if self.pool.hash_of(b) == NO_HASH:
@@ -374,8 +400,28 @@ class World:
         for s in range(self.tier.slots.num_slots):
             if (block_hash := self.tier.slots.hash_of(s)) != NO_HASH:
                 assert bytes(self.host[s]) == block_hash == self.host_table.block_hash(s)
-        for blocks in self.sequences:
+        for blocks, _ in self.sequences:
             assert all(self.pool.num_refs(b) for b in blocks)
+        for order in (self.retention.device, self.retention.host):
+            assert order is not None
+            assert max(order.num_of_tenant("t"), order.num_of_tenant("u")) <= self.budget
+        if self.policy == "value":
+            self.check_copies()
+
+    def check_copies(self) -> None:
+        """The orders know which content both tiers have, unless it is in use or being copied."""
+        pool, slots = self.pool, self.tier.slots
+        on_device = {b: pool.hash_of(b) for b in self.retention.device.ids() if b not in pool._copies.copying}
+        for block_id, group in self.retention.device._inner._group_of.items():
+            if block_id in on_device:
+                assert group.has_copy is self.tier.holds(on_device[block_id])
+        for slot, group in self.retention.host._inner._group_of.items():
+            block_id = pool.find(slots.hash_of(slot))
+            if block_id is None or not pool.num_refs(block_id):
+                assert group.has_copy is (block_id is not None) or block_id in self.pinned_by_peers()
+
+    def pinned_by_peers(self) -> set[int]:
+        return {block.block_id for read in self.reads if read.is_leased for block in read.announced}
 
     async def settle(self) -> None:
         """Let every copy and reload end."""
@@ -398,7 +444,7 @@ class World:
             self.export,
         ]
         actions += [self.reload, self.reload, self.cancel, self.follow, self.read, self.read, self.read]
-        actions += [self.step] * 6 + [self.lapse, self.spoil, self.preempt, self.come_back, self.damage, self.erase]
+        actions += [self.step] * 6 + [self.lapse, self.spoil, self.preempt, self.come_back, self.damage, self.erase, self.wait]
         await self.measure()
         for _ in range(num_actions):
             if self.rng.random() < 0.003:
@@ -422,5 +468,8 @@ class World:
 @pytest.mark.parametrize("has_disk", [False, True], ids=["host", "host and disk"])
 @pytest.mark.parametrize("windows", [(0,), (0, 6)], ids=["one table", "a table with a window"])
 @pytest.mark.parametrize("seed", range(sized(10, 500)))
-def test_a_block_found_by_hash_has_its_content(seed: int, windows: tuple[int, ...], has_disk: bool) -> None:
-    asyncio.run(World(seed, windows, has_disk=has_disk).run(600))
+@pytest.mark.parametrize("policy", ["value", "lru"])
+def test_a_block_found_by_hash_has_its_content(
+    seed: int, windows: tuple[int, ...], policy: str, has_disk: bool
+) -> None:
+    asyncio.run(World(seed, windows, policy, has_disk=has_disk).run(600))

@@ -9,7 +9,7 @@ from baton.core.errors import Failure, Reason
 from baton.core.ids import NO_DECISION, DecisionId, JobId, WorkerRef
 from baton.core.kv.block_hash import TokenIds
 from baton.core.kv.kv_layout import KvLayout
-from baton.core.request import Sampling, TokenDelta
+from baton.core.request import NO_HINTS, Sampling, SessionHints, TokenDelta
 
 PROTOCOL_VERSION = 1
 
@@ -62,6 +62,7 @@ class Job:
     ttft_slo_s: SLO of the time from receipt at the gateway to the first token, in seconds; 0: none
     tpot_slo_s: SLO of the mean time between two tokens, in seconds; 0: none
     waited_s: time since receipt at the gateway, in seconds; 0 if the client has tokens already
+    hints: what is known about the next use of its KV
     """
 
     job: JobId
@@ -77,6 +78,7 @@ class Job:
     ttft_slo_s: float = 0.0
     tpot_slo_s: float = 0.0
     waited_s: float = 0.0
+    hints: SessionHints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.engine.retention.return_chance import EDGES_S, NUM_BINS, bin_of
 
 NUM_PAUSES = 8
@@ -37,7 +37,7 @@ class ContentOwner:
     retained_until_s: its content is retained until then
     next_bin: bin of the pause that its client has announced; None if it has announced none
     is_announced: the client has said when its next request will come
-    chain: if so, hashes of the full blocks of its last request
+    chain: if so, hashes of the full blocks of its last request. tenant_root: as in that `SequenceRequest`.
     shared: owner of the content that it shares with others; None if that is itself
     """
 
@@ -56,6 +56,7 @@ class ContentOwner:
         "retained_until_s",
         "shared",
         "tenant",
+        "tenant_root",
     )
 
     def __init__(
@@ -78,6 +79,7 @@ class ContentOwner:
         self.next_bin: int | None = None
         self.is_announced = False
         self.chain: tuple[BlockHash, ...] = ()
+        self.tenant_root = NO_HASH
 
     @property
     def age_s(self) -> float:

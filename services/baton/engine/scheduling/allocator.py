@@ -210,7 +210,7 @@ class BlockAllocator:
         seq.num_lost_tokens = seq.num_computed_tokens
         seq.num_preemptions += 1
         self._counters.lost_tokens += seq.num_computed_tokens
-        self._pool.unref(seq.drop_blocks())
+        self._pool.unref(seq.drop_blocks(), seq.request.owner)
         self._sequences.preempt(seq)
         self._counters.preemptions += 1
 
@@ -223,8 +223,12 @@ class BlockAllocator:
             usable = usable_hashes(seq, self._config.block_size_tokens)
             if grant.num_cached_blocks < len(usable):
                 seq.reload = ReloadWait.RUNNING
-                tenant_root = seq.request.tenant_root
-                self.returns.append(ReturningSequence(key=seq.key, hashes=tuple(usable), tenant_root=tenant_root))
+                request = seq.request
+                self.returns.append(
+                    ReturningSequence(
+                        key=seq.key, hashes=tuple(usable), tenant_root=request.tenant_root, owner=request.owner
+                    )
+                )
         return seq.reload is ReloadWait.RUNNING
 
     def _grant(self, seq: EngineSequence, num_set_aside: int) -> BlockGrant | None:

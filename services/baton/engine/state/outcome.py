@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import Failure
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.request import FinishReason, PromptLogprobs
+from baton.engine.retention.content_owner import ContentOwner
 from baton.engine.state.step import SampledToken
 
 MEAN_OVER_SAMPLES = 64
@@ -57,12 +58,13 @@ class ReturningSequence:
     """A preempted sequence could be admitted again. It waits until `Engine.returned` is called with `key`.
 
     hashes: of the leading blocks that may come from a cache.
-    tenant_root: hash of the tenant, see `core.kv.block_hash.tenant_root`.
+    tenant_root, owner: as in its `SequenceRequest`.
     """
 
     key: int
     hashes: tuple[BlockHash, ...]
     tenant_root: BlockHash = NO_HASH
+    owner: ContentOwner | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,6 +268,14 @@ _SERVICE: FieldTable = {
     "session": ReadField(
         "Id of the client's session, whose requests follow each other; also in the header x-session-id."
     ),
+    "retain_s": ReadField(
+        "Keep the KV of prompt and answer for so many seconds after the answer, within the tenant's budget; 0 ends "
+        "what an earlier request of the session has asked for."
+    ),
+    "next_in_s": ReadField(
+        "Seconds from the end of the answer to the session's next request, if the client knows it: its KV may leave "
+        "the device until shortly before."
+    ),
     "prompt_cache_options": PROMPT_CACHE,
     "deadline_s": RefusedField("send the header x-baton-timeout-ms"),
     "lora_path": RefusedField(_ONE_MODEL),

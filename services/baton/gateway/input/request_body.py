@@ -44,6 +44,7 @@ class ParsedRequest:
     truncate_prompt_tokens: number of last tokens of the prompt to keep; -1 keeps as many as fit, None all.
     cache_salt: the client's own salt for cached prefixes.
     session: id of the client's session; empty if the body names none.
+    retain_s, next_in_s: see `SessionHints`.
     constraint: format of the answers; None if their text is free.
     bad_words: texts that the answers must not have.
     """
@@ -64,6 +65,8 @@ class ParsedRequest:
     truncate_prompt_tokens: int | None = None
     cache_salt: str = ""
     session: str = ""
+    retain_s: float | None = None
+    next_in_s: float | None = None
     constraint: AnswerConstraint | None = None
     bad_words: tuple[str, ...] = ()
 
@@ -132,6 +135,8 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
         truncate_prompt_tokens=_truncate_prompt_tokens(read),
         cache_salt=read.value("cache_salt") or "",
         session=read.value("session") or "",
+        retain_s=read.value("retain_s"),
+        next_in_s=read.value("next_in_s"),
         output_options=_output_options(body, read, unknown, echo=echo, drops_output=max_tokens == 0),
     )
 

@@ -95,6 +95,7 @@ class Attempt:
             "ttft_slo_s": (request.slo.ttft_s or 0.0) if awaits_first_token else 0.0,
             "tpot_slo_s": request.slo.tpot_s or 0.0,
             "waited_s": max(0.0, now_s - request.received_s) if awaits_first_token else 0.0,
+            "hints": request.hints,
         }
         source = placement.prefix_source  # goes to the worker that computes the prompt
         return (

@@ -44,6 +44,8 @@ FIELDS_JSON = "fields_json"
 _SCALARS = (
     "model",
     "session",
+    "retain_s",
+    "next_in_s",
     "max_tokens",
     "temperature",
     "top_p",

@@ -22,11 +22,19 @@ from baton.core.messages.jobs import (
     Step,
     WorkerMessage,
 )
-from baton.core.request import TokenDelta
+from baton.core.request import NO_HINTS, SessionHints, TokenDelta
 from baton.rpc.mappers import common_mapper as c
 from baton.rpc.mappers.kv_mapper import from_kv_layout, to_kv_layout
+from baton.rpc.mappers.message_mapping import MessageMapping, checked
 from baton.rpc.mappers.sampling_mapper import from_sampling, to_sampling
 from baton.wire.v1 import worker_pb2 as pb
+
+_HINTS = MessageMapping(
+    SessionHints,
+    pb.SessionHints,
+    dict.fromkeys(("tenant", "session"), checked(c.name))
+    | dict.fromkeys(("retain_s", "next_in_s"), checked(c.seconds)),
+)
 
 
 def to_gateway_message(message: GatewayMessage) -> pb.GatewayMessage:
@@ -180,6 +188,7 @@ def _to_job(job: Job) -> pb.Job:
         ttft_slo_s=job.ttft_slo_s,
         tpot_slo_s=job.tpot_slo_s,
         waited_s=job.waited_s,
+        hints=_HINTS.to_wire(job.hints),
     )
 
 
@@ -216,6 +225,7 @@ def _from_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         ttft_slo_s=c.seconds(job.ttft_slo_s, "ttft_slo_s"),
         tpot_slo_s=c.seconds(job.tpot_slo_s, "tpot_slo_s"),
         waited_s=c.seconds(job.waited_s, "waited_s"),
+        hints=_HINTS.from_wire(job.hints) if job.HasField("hints") else NO_HINTS,
         reader=c.from_worker_ref(message.reader) if message.HasField("reader") else None,
         prefix_source=c.from_prefix_source(message.prefix_source) if message.HasField("prefix_source") else None,
     )
@@ -240,6 +250,7 @@ def _from_decode_job(message: pb.DecodeJob) -> DecodeJob:
         ttft_slo_s=c.seconds(job.ttft_slo_s, "ttft_slo_s"),
         tpot_slo_s=c.seconds(job.tpot_slo_s, "tpot_slo_s"),
         waited_s=c.seconds(job.waited_s, "waited_s"),
+        hints=_HINTS.from_wire(job.hints) if job.HasField("hints") else NO_HINTS,
         owner=c.from_worker_ref(message.follow.owner) if source == "follow" else None,
         prefix_source=c.from_prefix_source(message.prefix_source) if message.HasField("prefix_source") else None,
     )

@@ -119,6 +119,18 @@ class ComputeSettings(Config):
         minimum=1,
         maximum=64,
     )
+    kv_eviction: Literal["value", "lru"] = setting(
+        "value",
+        help="which cached KV a worker evicts first; value evicts what is predicted to save the least time, by the "
+        "cost of computing it and the pauses of its session; lru evicts the least recently used",
+    )
+    kv_retain_memory: int | None = setting(
+        None,
+        help="how much of a worker's KV cache, and of its host memory for KV, the requests of one tenant can retain "
+        "with retain_s and next_in_s; unset uses a tenth of each; 0 ignores these fields",
+        unit="bytes",
+        minimum=0,
+    )
     max_model_len: int | None = setting(
         None, help="maximum prompt and output length together; unset uses the model's maximum", unit="tokens", minimum=1
     )

@@ -266,6 +266,9 @@ class EngineMetrics(_Family):
         self.blocks = self._gauge(
             "kv_blocks", "KV blocks by tier and state: free, used, cached, receiving, quarantined.", "tier", "state"
         )
+        self.retained_blocks = self._gauge(
+            "kv_retained_blocks", "Cached KV blocks that clients have asked to retain, within their budgets.", "tier"
+        )
         self.blocks_held_for_others = self._gauge(
             "kv_blocks_held_for_others", "Used KV blocks that are pinned only by transfers to other workers."
         )
@@ -343,6 +346,12 @@ class TierMetrics(_Family):
         )
         self.late_reloads = self._counter(
             "late_reloads_total", "Jobs that were computed because their reload took longer than that."
+        )
+        self.prefetches = self._counter(
+            "prefetches_total",
+            "Turns of sessions that were announced with next_in_s, by what happened before them: started (a reload), "
+            "early (the turn itself), refused (nothing, because the tenant had no budget left).",
+            "outcome",
         )
         self.reload_s = self._counter("reload_seconds_total", "Seconds of complete reloads.")
         self.predicted_reload_s = self._counter(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.wire.v1 import common_pb2 as baton_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/wire/v1/worker.proto\x12\rbaton.wire.v1\x1a\x1a\x62\x61ton/wire/v1/common.proto\"\x91\x02\n\x0eGatewayMessage\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.baton.wire.v1.SessionHelloH\x00\x12,\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.baton.wire.v1.PrefillJobH\x00\x12*\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.DecodeJobH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.baton.wire.v1.CancelH\x00\x12!\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x12.baton.wire.v1.AckH\x00\x12#\n\x04ping\x18\x06 \x01(\x0b\x32\x13.baton.wire.v1.PingH\x00\x42\x06\n\x04kind\"\x8e\x01\n\x0cSessionHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\x12*\n\x08\x65xpected\x18\x05 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\"\xb9\x02\n\x03Job\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.baton.wire.v1.Sampling\x12\x16\n\x0esample_indices\x18\x05 \x03(\r\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x13\n\x0b\x64\x65\x63ision_id\x18\t \x01(\t\x12\x15\n\rtrace_context\x18\n \x01(\t\x12\x12\n\ntpot_slo_s\x18\x0b \x01(\x01\x12\x12\n\nttft_slo_s\x18\x0c \x01(\x01\x12\x10\n\x08waited_s\x18\r \x01(\x01\"\x8b\x01\n\nPrefillJob\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.baton.wire.v1.Job\x12(\n\x06reader\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\x32\n\rprefix_source\x18\x03 \x01(\x0b\x32\x1b.baton.wire.v1.PrefixSource\"\xbf\x01\n\tDecodeJob\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.baton.wire.v1.Job\x12,\n\x06\x66ollow\x18\x02 \x01(\x0b\x32\x1a.baton.wire.v1.FollowOwnerH\x00\x12%\n\x05local\x18\x03 \x01(\x0b\x32\x14.baton.wire.v1.LocalH\x00\x12\x32\n\rprefix_source\x18\x04 \x01(\x0b\x32\x1b.baton.wire.v1.PrefixSourceB\x08\n\x06source\"6\n\x0b\x46ollowOwner\x12\'\n\x05owner\x18\x01 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\"\x07\n\x05Local\"q\n\x06\x43\x61ncel\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\x16\n\x0esample_indices\x18\x02 \x03(\r\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.baton.wire.v1.FailureReason\"\x12\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\x06\n\x04Ping\"\xa4\x01\n\rWorkerMessage\x12\x37\n\x0bhello_reply\x18\x01 \x01(\x0b\x32 .baton.wire.v1.SessionHelloReplyH\x00\x12#\n\x04step\x18\x02 \x01(\x0b\x32\x13.baton.wire.v1.StepH\x00\x12-\n\theartbeat\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\xa5\x01\n\x11SessionHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12(\n\x06worker\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x06layout\x18\x03 \x01(\x0b\x32\x17.baton.wire.v1.KvLayout\x12\x0f\n\x07resumed\x18\x04 \x01(\x08\x12\x12\n\noldest_seq\x18\x05 \x01(\x04\"k\n\x04Step\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12)\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x19.baton.wire.v1.TokenDelta\x12+\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x19.baton.wire.v1.JobFailure\"\xf7\x02\n\nTokenDelta\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.baton.wire.v1.TokenLogprobs\x12\x30\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x1b.baton.wire.v1.FinishReasonH\x00\x88\x01\x01\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.baton.wire.v1.Usage\x12,\n\x08timeline\x18\x08 \x01(\x0b\x32\x1a.baton.wire.v1.LegTimeline\x12\x0f\n\x07is_last\x18\t \x01(\x08\x12\x36\n\x0fprompt_logprobs\x18\n \x01(\x0b\x32\x1d.baton.wire.v1.PromptLogprobsB\t\n\x07_finish\"X\n\nJobFailure\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.baton.wire.v1.Failure\"R\n\tHeartbeat\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x12\n\nsteps_done\x18\x02 \x01(\x04\x12\x12\n\nstep_age_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x32T\n\x06Worker\x12J\n\x07Session\x12\x1d.baton.wire.v1.GatewayMessage\x1a\x1c.baton.wire.v1.WorkerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/wire/v1/worker.proto\x12\rbaton.wire.v1\x1a\x1a\x62\x61ton/wire/v1/common.proto\"\x91\x02\n\x0eGatewayMessage\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.baton.wire.v1.SessionHelloH\x00\x12,\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.baton.wire.v1.PrefillJobH\x00\x12*\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.DecodeJobH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.baton.wire.v1.CancelH\x00\x12!\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x12.baton.wire.v1.AckH\x00\x12#\n\x04ping\x18\x06 \x01(\x0b\x32\x13.baton.wire.v1.PingH\x00\x42\x06\n\x04kind\"\x8e\x01\n\x0cSessionHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\x12*\n\x08\x65xpected\x18\x05 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\"\xe5\x02\n\x03Job\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.baton.wire.v1.Sampling\x12\x16\n\x0esample_indices\x18\x05 \x03(\r\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x13\n\x0b\x64\x65\x63ision_id\x18\t \x01(\t\x12\x15\n\rtrace_context\x18\n \x01(\t\x12\x12\n\ntpot_slo_s\x18\x0b \x01(\x01\x12\x12\n\nttft_slo_s\x18\x0c \x01(\x01\x12\x10\n\x08waited_s\x18\r \x01(\x01\x12*\n\x05hints\x18\x0e \x01(\x0b\x32\x1b.baton.wire.v1.SessionHints\"y\n\x0cSessionHints\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x15\n\x08retain_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tnext_in_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x0b\n\t_retain_sB\x0c\n\n_next_in_s\"\x8b\x01\n\nPrefillJob\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.baton.wire.v1.Job\x12(\n\x06reader\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\x32\n\rprefix_source\x18\x03 \x01(\x0b\x32\x1b.baton.wire.v1.PrefixSource\"\xbf\x01\n\tDecodeJob\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.baton.wire.v1.Job\x12,\n\x06\x66ollow\x18\x02 \x01(\x0b\x32\x1a.baton.wire.v1.FollowOwnerH\x00\x12%\n\x05local\x18\x03 \x01(\x0b\x32\x14.baton.wire.v1.LocalH\x00\x12\x32\n\rprefix_source\x18\x04 \x01(\x0b\x32\x1b.baton.wire.v1.PrefixSourceB\x08\n\x06source\"6\n\x0b\x46ollowOwner\x12\'\n\x05owner\x18\x01 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\"\x07\n\x05Local\"q\n\x06\x43\x61ncel\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\x16\n\x0esample_indices\x18\x02 \x03(\r\x12,\n\x06reason\x18\x03 \x01(\x0e\x32\x1c.baton.wire.v1.FailureReason\"\x12\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\x06\n\x04Ping\"\xa4\x01\n\rWorkerMessage\x12\x37\n\x0bhello_reply\x18\x01 \x01(\x0b\x32 .baton.wire.v1.SessionHelloReplyH\x00\x12#\n\x04step\x18\x02 \x01(\x0b\x32\x13.baton.wire.v1.StepH\x00\x12-\n\theartbeat\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\xa5\x01\n\x11SessionHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12(\n\x06worker\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x06layout\x18\x03 \x01(\x0b\x32\x17.baton.wire.v1.KvLayout\x12\x0f\n\x07resumed\x18\x04 \x01(\x08\x12\x12\n\noldest_seq\x18\x05 \x01(\x04\"k\n\x04Step\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12)\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x19.baton.wire.v1.TokenDelta\x12+\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x19.baton.wire.v1.JobFailure\"\xf7\x02\n\nTokenDelta\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.baton.wire.v1.TokenLogprobs\x12\x30\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x1b.baton.wire.v1.FinishReasonH\x00\x88\x01\x01\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.baton.wire.v1.Usage\x12,\n\x08timeline\x18\x08 \x01(\x0b\x32\x1a.baton.wire.v1.LegTimeline\x12\x0f\n\x07is_last\x18\t \x01(\x08\x12\x36\n\x0fprompt_logprobs\x18\n \x01(\x0b\x32\x1d.baton.wire.v1.PromptLogprobsB\t\n\x07_finish\"X\n\nJobFailure\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.JobId\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.baton.wire.v1.Failure\"R\n\tHeartbeat\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x12\n\nsteps_done\x18\x02 \x01(\x04\x12\x12\n\nstep_age_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x32T\n\x06Worker\x12J\n\x07Session\x12\x1d.baton.wire.v1.GatewayMessage\x1a\x1c.baton.wire.v1.WorkerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONHELLO']._serialized_start=350
   _globals['_SESSIONHELLO']._serialized_end=492
   _globals['_JOB']._serialized_start=495
-  _globals['_JOB']._serialized_end=808
-  _globals['_PREFILLJOB']._serialized_start=811
-  _globals['_PREFILLJOB']._serialized_end=950
-  _globals['_DECODEJOB']._serialized_start=953
-  _globals['_DECODEJOB']._serialized_end=1144
-  _globals['_FOLLOWOWNER']._serialized_start=1146
-  _globals['_FOLLOWOWNER']._serialized_end=1200
-  _globals['_LOCAL']._serialized_start=1202
-  _globals['_LOCAL']._serialized_end=1209
-  _globals['_CANCEL']._serialized_start=1211
-  _globals['_CANCEL']._serialized_end=1324
-  _globals['_ACK']._serialized_start=1326
-  _globals['_ACK']._serialized_end=1344
-  _globals['_PING']._serialized_start=1346
-  _globals['_PING']._serialized_end=1352
-  _globals['_WORKERMESSAGE']._serialized_start=1355
-  _globals['_WORKERMESSAGE']._serialized_end=1519
-  _globals['_SESSIONHELLOREPLY']._serialized_start=1522
-  _globals['_SESSIONHELLOREPLY']._serialized_end=1687
-  _globals['_STEP']._serialized_start=1689
-  _globals['_STEP']._serialized_end=1796
-  _globals['_TOKENDELTA']._serialized_start=1799
-  _globals['_TOKENDELTA']._serialized_end=2174
-  _globals['_JOBFAILURE']._serialized_start=2176
-  _globals['_JOBFAILURE']._serialized_end=2264
-  _globals['_HEARTBEAT']._serialized_start=2266
-  _globals['_HEARTBEAT']._serialized_end=2348
-  _globals['_WORKER']._serialized_start=2350
-  _globals['_WORKER']._serialized_end=2434
+  _globals['_JOB']._serialized_end=852
+  _globals['_SESSIONHINTS']._serialized_start=854
+  _globals['_SESSIONHINTS']._serialized_end=975
+  _globals['_PREFILLJOB']._serialized_start=978
+  _globals['_PREFILLJOB']._serialized_end=1117
+  _globals['_DECODEJOB']._serialized_start=1120
+  _globals['_DECODEJOB']._serialized_end=1311
+  _globals['_FOLLOWOWNER']._serialized_start=1313
+  _globals['_FOLLOWOWNER']._serialized_end=1367
+  _globals['_LOCAL']._serialized_start=1369
+  _globals['_LOCAL']._serialized_end=1376
+  _globals['_CANCEL']._serialized_start=1378
+  _globals['_CANCEL']._serialized_end=1491
+  _globals['_ACK']._serialized_start=1493
+  _globals['_ACK']._serialized_end=1511
+  _globals['_PING']._serialized_start=1513
+  _globals['_PING']._serialized_end=1519
+  _globals['_WORKERMESSAGE']._serialized_start=1522
+  _globals['_WORKERMESSAGE']._serialized_end=1686
+  _globals['_SESSIONHELLOREPLY']._serialized_start=1689
+  _globals['_SESSIONHELLOREPLY']._serialized_end=1854
+  _globals['_STEP']._serialized_start=1856
+  _globals['_STEP']._serialized_end=1963
+  _globals['_TOKENDELTA']._serialized_start=1966
+  _globals['_TOKENDELTA']._serialized_end=2341
+  _globals['_JOBFAILURE']._serialized_start=2343
+  _globals['_JOBFAILURE']._serialized_end=2431
+  _globals['_HEARTBEAT']._serialized_start=2433
+  _globals['_HEARTBEAT']._serialized_end=2515
+  _globals['_WORKER']._serialized_start=2517
+  _globals['_WORKER']._serialized_end=2601
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,7 @@ class SessionHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., gateway_id: _Optional[str] = ..., session_id: _Optional[str] = ..., last_seq: _Optional[int] = ..., expected: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job", "token_ids", "num_prompt_tokens", "sampling", "sample_indices", "deadline_s", "priority", "cache_salt", "decision_id", "trace_context", "tpot_slo_s", "ttft_slo_s", "waited_s")
+    __slots__ = ("job", "token_ids", "num_prompt_tokens", "sampling", "sample_indices", "deadline_s", "priority", "cache_salt", "decision_id", "trace_context", "tpot_slo_s", "ttft_slo_s", "waited_s", "hints")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Job(_message.Message):
     TPOT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     job: _common_pb2.JobId
     token_ids: bytes
     num_prompt_tokens: int
@@ -65,7 +66,20 @@ class Job(_message.Message):
     tpot_slo_s: float
     ttft_slo_s: float
     waited_s: float
-    def __init__(self, job: _Optional[_Union[_common_pb2.JobId, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., decision_id: _Optional[str] = ..., trace_context: _Optional[str] = ..., tpot_slo_s: _Optional[float] = ..., ttft_slo_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    hints: SessionHints
+    def __init__(self, job: _Optional[_Union[_common_pb2.JobId, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., decision_id: _Optional[str] = ..., trace_context: _Optional[str] = ..., tpot_slo_s: _Optional[float] = ..., ttft_slo_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., hints: _Optional[_Union[SessionHints, _Mapping]] = ...) -> None: ...
+
+class SessionHints(_message.Message):
+    __slots__ = ("tenant", "session", "retain_s", "next_in_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_S_FIELD_NUMBER: _ClassVar[int]
+    NEXT_IN_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session: str
+    retain_s: float
+    next_in_s: float
+    def __init__(self, tenant: _Optional[str] = ..., session: _Optional[str] = ..., retain_s: _Optional[float] = ..., next_in_s: _Optional[float] = ...) -> None: ...
 
 class PrefillJob(_message.Message):
     __slots__ = ("job", "reader", "prefix_source")

@@ -313,6 +313,7 @@ class JobTable:
     def _on_job_ended(self, opened: OpenJob) -> None:
         if opened.leg is not None:
             self._legs.remove(opened.leg)
+            opened.leg.left()
 
     def _forget(self, job: JobId) -> None:
         opened = self._jobs.pop(job, None)

@@ -18,6 +18,7 @@ from baton.engine.constraints.sampling_rules import SamplingRules
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
+from baton.engine.retention.content_owners import ContentOwners
 from baton.engine.state.outcome import AdmittedSequence, GrownSequence, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
 from baton.engine.state.step import SampledToken
@@ -27,6 +28,7 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.jobs.prefix_puller import PrefixPuller
+from baton.worker.tiers.prefetches import Prefetches
 from baton.worker.tiers.reloads import Reloads
 
 log = get_logger(__name__)
@@ -45,6 +47,8 @@ class LegParts:
     owner: OwnerService
     reader: KvReader
     reloads: Reloads | None
+    prefetches: Prefetches | None
+    owners: ContentOwners
     prefixes: PrefixPuller
     tasks: BackgroundTasks
     constraints: TokenConstraints
@@ -97,6 +101,7 @@ class Leg(ABC):
         self._root = chain_root(parts.model_fingerprint, job.cache_salt, parts.block_size_tokens)
         self._tenant_root = chain_tenant(parts.model_fingerprint, job.cache_salt, parts.block_size_tokens)
         self._hashes = tuple(chain(self._root, job.token_ids, parts.block_size_tokens))
+        self._owned = parts.owners.arrived(job.hints, self._hashes[0] if self._hashes else None)
 
     @property
     def open_samples(self) -> frozenset[int]:
@@ -172,6 +177,10 @@ class Leg(ABC):
         self._release(failure)
         self._output.fail(failure)
 
+    def left(self) -> None:
+        """Record that the job has ended and has left its content. Called once."""
+        self._parts.owners.ended(self._owned)
+
     async def _prepare_rules(self) -> None:
         """Compile the request's grammar and replay its output tokens, so that no step does it.
 
@@ -201,6 +210,7 @@ class Leg(ABC):
             prefill_only=prefill_only,
             for_reader=for_reader,
             pulled=pulled,
+            owner=self._owned.owner,
         )
 
     def _send_delta(
@@ -300,7 +310,8 @@ class ComputingLeg(Leg):
 
     async def _reload(self) -> None:
         if self._parts.reloads is not None:
-            by_tier = await self._parts.reloads.reload(self._usable_hashes, self._tenant_root)
+            reloads = self._parts.reloads
+            by_tier = await reloads.reload(self._usable_hashes, self._tenant_root, self._owned.owner)
             self._reloaded_tokens = {tier: count * self._parts.block_size_tokens for tier, count in by_tier.items()}
 
     async def _pull_prefix(self, source: PrefixSource) -> None:

@@ -55,7 +55,7 @@ class PulledDecodeLeg(DecodeLeg):
         self._parts.engine.engine.check_request(self._request(pulled=True))
         usable = max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)
         if self._parts.reloads is not None:  # what has arrived when blocks are allocated need not be pulled
-            self._parts.reloads.start(self._hashes[:usable], self._tenant_root)
+            self._parts.reloads.start(self._hashes[:usable], self._tenant_root, self._owned.owner)
         self._pull = self._parts.reader.pull(
             self._owner,
             self._job.job,

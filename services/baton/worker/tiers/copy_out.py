@@ -1,7 +1,8 @@
 """Copies idle blocks of the device to a slower tier, in the background.
 
-Blocks of preempted sequences come first, then those at their second use, then those that are slow to compute
-again. Within each group the block that became idle first comes first, because it is evicted first.
+Blocks of preempted sequences come first, then those at their second use and those of a session whose client has
+announced its next turn, then those that are slow to compute again. Within each group the block that became idle
+first comes first.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class CopyOut:
         """Consider a block. A replica is left to the worker that it was pulled from."""
         self._forget(block_id)
         if not self._pool.is_replica(block_id):
-            (self._reused if self._pool.is_reused(block_id) else self._others)[block_id] = None
+            (self._reused if self._returns(block_id) else self._others)[block_id] = None
 
     def demote(self, block_ids: Iterable[int]) -> None:
         """Copy idle blocks first, in this order, because they will certainly be used again."""
@@ -95,12 +96,12 @@ class CopyOut:
     def _to_store(self, block_id: int, *, is_demoted: bool) -> BlockToStore | None:
         """Return the block if it is still idle and worth it. One that is in use will become idle again."""
         pool = self._pool
-        is_reused = pool.is_reused(block_id)
+        returns, is_reused = self._returns(block_id), pool.is_reused(block_id)
         if self._tier.holds(pool.hash_of(block_id)):
             if is_reused:  # it was copied after its first use
                 self._tier.count_use(pool.hash_of(block_id))
             return None
-        if not (is_demoted or self._is_worth_copying(is_reused=is_reused)):
+        if not (is_demoted or self._is_worth_copying(returns=returns)):
             return None
         block_hash = pool.begin_copy(block_id)
         if block_hash == NO_HASH:
@@ -111,14 +112,20 @@ class CopyOut:
             is_announced=pool.is_announced(block_hash),
             is_reused=is_reused,
             tenant_root=pool.tenant_of(block_hash),
+            use=pool.use_of(block_id),
         )
 
-    def _is_worth_copying(self, *, is_reused: bool) -> bool:
+    def _returns(self, block_id: int) -> bool:
+        """Return True if the block was used again, or its client has announced that it will be."""
+        owner, _, is_reused = self._pool.use_of(block_id)
+        return is_reused or (owner is not None and owner.is_announced)
+
+    def _is_worth_copying(self, *, returns: bool) -> bool:
         costs = self._costs()
         compute_s = None
         if costs is not None:
             compute_s = block_compute_s(costs, self._pool.block_size_tokens, self._chunk_tokens)
-        return is_worth_copying(is_reused=is_reused, compute_s=compute_s, reload_s=self._tier.load_s(1))
+        return is_worth_copying(is_reused=returns, compute_s=compute_s, reload_s=self._tier.load_s(1))
 
     def _forget(self, block_id: int) -> None:
         for queue in (self._demoted, self._reused, self._others):

@@ -101,6 +101,6 @@ class PreemptedKv:
 
     async def _reload(self, returning: ReturningSequence) -> None:
         try:
-            await self._reloads.reload(returning.hashes, returning.tenant_root)
+            await self._reloads.reload(returning.hashes, returning.tenant_root, returning.owner)
         finally:
             self._returned(returning.key)

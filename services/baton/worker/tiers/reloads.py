@@ -16,6 +16,7 @@ from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.content_index import longest_prefix
+from baton.engine.retention.content_owner import ContentOwner
 from baton.engine.tiers.copy_policy import compute_s, reload_gain_s, reload_wait_s
 from baton.runtime.logging import get_logger
 from baton.worker.background_tasks import BackgroundTasks
@@ -99,10 +100,12 @@ class Reloads:
                 best = plan
         return best
 
-    async def reload(self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH) -> Mapping[Tier, int]:
+    async def reload(
+        self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH, owner: ContentOwner | None = None
+    ) -> Mapping[Tier, int]:
         """Reload what pays. Returns how many blocks of the prefix the cache has gained, by tier.
 
-        tenant_root: of the tenant whose prompt it is. If the caller is cancelled, or has waited as long as
+        tenant_root: of the tenant whose prompt it is. owner: of the request that needs the blocks. If the caller is cancelled, or has waited as long as
         computing would take, the reload goes on: other requests may want the same blocks.
         """
         plan = first = self.plan(hashes)
@@ -115,7 +118,7 @@ class Reloads:
                     await asyncio.wait((running,))
                     plan = self.plan(hashes)
                 if plan is not None:
-                    await asyncio.wait((self._start(plan, tenant_root),))
+                    await asyncio.wait((self._start(plan, tenant_root, owner),))
         except TimeoutError:
             self.totals.late += 1
             log.warning("prefix_reload_late", num_blocks=len(hashes), predicted_s=first.predicted_s)
@@ -127,11 +130,13 @@ class Reloads:
             by_tier[next(reversed(by_tier))] += gained - sum(by_tier.values())
         return by_tier
 
-    def start(self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH) -> None:
-        """Reload what pays, in the background."""
+    def start(
+        self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH, owner: ContentOwner | None = None
+    ) -> None:
+        """Reload what pays, in the background, for an owner's request."""
         plan = self.plan(hashes)
         if plan is not None and plan.needed[plan.missing[0]] not in self._running:
-            self._start(plan, tenant_root)
+            self._start(plan, tenant_root, owner)
 
     def _plan_from(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
         """Return a plan that uses these tiers only, and no more blocks than are free."""
@@ -173,7 +178,7 @@ class Reloads:
             wait_s=reload_wait_s(computed_s),
         )
 
-    def _start(self, plan: ReloadPlan, tenant_root: BlockHash) -> asyncio.Task[None]:
+    def _start(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> asyncio.Task[None]:
         first = plan.needed[plan.missing[0]]
         positions = self._tiers.positions([plan.needed[index] for index in plan.missing])
         loading = Counter({tier: len(found) for tier, found in positions.items()})
@@ -182,12 +187,12 @@ class Reloads:
             self._running.pop(first, None)
             self._num_loading_blocks.subtract(loading)
 
-        task = self._running[first] = self._tasks.start(self._run(plan, tenant_root), name="kv-reload")
+        task = self._running[first] = self._tasks.start(self._run(plan, tenant_root, owner), name="kv-reload")
         self._num_loading_blocks.update(loading)
         task.add_done_callback(ended)
         return task
 
-    async def _run(self, plan: ReloadPlan, tenant_root: BlockHash) -> None:
+    async def _run(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> None:
         """Fill the missing blocks. The others are referenced, so that the prefix is not evicted meanwhile."""
         pool, clock = self._pool, asyncio.get_running_loop().time
         held = {index: found for index, each in enumerate(plan.needed) if (found := pool.find(each)) is not None}
@@ -207,7 +212,7 @@ class Reloads:
             pool.announce(plan.chain, 0, len(plan.chain), is_end=True, tenant_root=tenant_root)
             pool.drop_receiving(receiving[num_loaded:])
             blocks = held | dict(zip(missing, receiving, strict=True))
-            pool.unref([blocks[index] for index in range(len(plan.needed))])
+            pool.unref([blocks[index] for index in range(len(plan.needed))], owner)
         self._count(plan, num_loaded, is_complete=num_loaded == len(missing), took_s=clock() - started_s)
 
     def _count(self, plan: ReloadPlan, num_loaded: int, *, is_complete: bool, took_s: float) -> None:
