@@ -25,7 +25,7 @@ from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_network import Delays, SimNetwork
 from baton.sim.sim_stores import SimStores
-from baton.sim.sim_tier import SimTierMemory
+from baton.sim.sim_tier import COPY_BYTES_PER_S, SimTierMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.sim.virtual_time import PROCESS, ProcessClock, running_loop
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -60,6 +60,7 @@ class SimModel:
 
     windows: number of tokens that each group of its layers sees, 0 for all. num_blocks: over all groups.
     draft: step cost of a draft model, which knows no rules; None: there is none.
+    copy_bytes_per_s: speed of copies between the device and the host tier.
     has_fixed_addresses: a process that is started again has the address of its predecessor.
     """
 
@@ -70,6 +71,7 @@ class SimModel:
     draft: SimStepCost | None = None
     step: SimStepCost = field(default_factory=SimStepCost)
     link: LinkModel = field(default_factory=LinkModel)
+    copy_bytes_per_s: float = COPY_BYTES_PER_S
     delays: Delays = field(default_factory=Delays)
     clocks: ClockModel = field(default_factory=ClockModel)
     has_fixed_addresses: bool = False
@@ -236,7 +238,7 @@ class SimCluster(InProcessCluster):
             backend=backend,
             constraints=constraints,
             costs=model.step.model,
-            tier=None if tier is None else tier.open(worker, memory, layout.block_bytes),
+            tier=None if tier is None else tier.open(worker, memory, layout.block_bytes, model.copy_bytes_per_s),
             disk=None if disk is None else disk.open(worker, memory, layout.block_bytes),
             draft=self._draft_device(worker.worker_id, engine_config) if WorkerRole(config.role).can_decode else None,
             close=backend.kill,

@@ -29,7 +29,13 @@ class SimTierMemory:
             generations=MemoryGenerationTable(bytearray(num_slots * ENTRY_BYTES), worker.worker_epoch),
         )
 
-    def open(self, worker: WorkerRef, device: SimMemory, block_bytes: int) -> HostTier:
+    def open(
+        self,
+        worker: WorkerRef,
+        device: SimMemory,
+        block_bytes: int,
+        copy_bytes_per_s: float = COPY_BYTES_PER_S,
+    ) -> HostTier:
         """Return the tier of a worker whose blocks are in `device`."""
         return HostTier(
             worker=worker,
@@ -37,7 +43,7 @@ class SimTierMemory:
             block_bytes=block_bytes,
             generations=self.generations,
             copies=SimCopies(device, self.memory),
-            runner=SimCopyRunner(),
+            runner=SimCopyRunner(copy_bytes_per_s),
         )
 
 
@@ -60,17 +66,18 @@ class SimCopies:
 
 
 class SimCopyRunner:
-    """Implements `CopyRunner`: one copy at a time, each at `COPY_BYTES_PER_S`.
+    """Implements `CopyRunner`: one copy at a time.
 
     It goes on while the process of the worker is paused, as its device does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float = COPY_BYTES_PER_S) -> None:
+        self._bytes_per_s = bytes_per_s
         self._turn = asyncio.Lock()
 
     async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
         async with self._turn:
-            took_s = num_bytes / COPY_BYTES_PER_S
+            took_s = num_bytes / self._bytes_per_s
             await asyncio.get_running_loop().create_task(_after(took_s, copy), context=NETWORK.copy())
             return took_s
 
