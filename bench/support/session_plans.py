@@ -12,7 +12,7 @@ from loadgen.plan.sources.workloads import SessionShape, sessions
 
 MEDIAN_PAUSE_S, SPREAD = 5.0, 1.2
 """Pauses are lognormal: 5 s at the median and 81 s at the 99th percentile."""
-PACE_SHARE = 0.3
+BETWEEN_SHARE = 0.3
 """Share of the variance of their logarithm that is between sessions. It is 0.29 in 60 public sessions of
 coding agents (kv-cache-tester)."""
 VOCABULARY = Vocabulary(low=1, high=250)
@@ -25,7 +25,7 @@ def session_plan(*, rate_rps: float, seconds: float, seed: int) -> Plan:
     A prompt has 256 tokens in the first turn and 32 more in each later one, on average.
     """
     times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=rate_rps, until_s=seconds)
-    within = SPREAD * math.sqrt(1 - PACE_SHARE)
+    within = SPREAD * math.sqrt(1 - BETWEEN_SHARE)
     shape = SessionShape(
         count=Lognormal(mean=12.0, cv=0.7, low=1.0, high=40.0),
         think=Lognormal(mean=MEDIAN_PAUSE_S * math.exp(within**2 / 2), cv=math.sqrt(math.expm1(within**2))),
@@ -34,9 +34,9 @@ def session_plan(*, rate_rps: float, seconds: float, seed: int) -> Plan:
         outputs=Fixed(8),
         max_context=MAX_CONTEXT,
     )
-    paces = draws.normal(draws.stream(seed, "pace"), len(times_s)) * SPREAD * math.sqrt(PACE_SHARE)
+    factors = draws.normal(draws.stream(seed, "factors"), len(times_s)) * SPREAD * math.sqrt(BETWEEN_SHARE)
     requests = [
-        replace(request, think_s=request.think_s * math.exp(paces[int(request.session[1:])]))
+        replace(request, think_s=request.think_s * math.exp(factors[int(request.session[1:])]))
         for request in sessions(times_s, shape, seed=seed)
     ]
     return Plan(name="sessions", seed=seed, vocabulary=VOCABULARY, requests=tuple(requests))

@@ -1,4 +1,4 @@
-"""Plays plans of sessions on a simulated cluster whose true costs deviate from those that its policies know."""
+"""Plays plans of sessions on a simulated cluster whose true costs deviate from the known ones."""
 
 import asyncio
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class SimTiers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What a request got."""
+    """The TTFT of a request, and how much of its prompt was reused."""
 
     ttft_s: float
     num_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""Sessions whose working set is 1.5 times all tiers, on a simulated worker (`python -m bench session_cache`)."""
+"""Sessions whose working set is 1.5 times all tiers, on a simulated worker."""
 
 from functools import cache
 

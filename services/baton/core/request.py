@@ -102,7 +102,7 @@ NO_SLO = Slo()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionHints:
-    """What a worker is told about the next use of a request's KV.
+    """The expected next use of a request's KV, for its workers.
 
     session: id of the client's session within the tenant, or empty.
     retain_s: the client asks to keep the KV for this time after the answer; 0 ends what an earlier request
@@ -154,7 +154,7 @@ class GenerateRequest:
 
     @property
     def hints(self) -> SessionHints:
-        """What its workers are told about the next use of its KV."""
+        """The expected next use of its KV."""
         return SessionHints(tenant=self.tenant, session=self.session, retain_s=self.retain_s, next_in_s=self.next_in_s)
 
 

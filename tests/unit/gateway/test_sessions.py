@@ -91,9 +91,9 @@ def test_session_goes_to_the_scheduler_with_the_tenant() -> None:
 
 
 def hints(body: dict[str, Any]) -> SessionHints:
-    """What the workers of a request are told."""
+    """The hints of both jobs of a request."""
 
-    async def told() -> SessionHints:
+    async def of_jobs() -> SessionHints:
         call = await validator().call(Endpoint.COMPLETIONS, {"prompt": "x", **body}, Caller(), received_s=0.0)
         attempt = await make_attempt(call.requests[0], 0, layout())
         prefill, decode = attempt.jobs(placement(), 0.0)
@@ -102,7 +102,7 @@ def hints(body: dict[str, Any]) -> SessionHints:
         assert prefill.hints == decode.hints
         return decode.hints
 
-    return asyncio.run(told())
+    return asyncio.run(of_jobs())
 
 
 def test_hints_go_to_both_workers() -> None:

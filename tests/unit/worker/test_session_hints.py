@@ -1,4 +1,4 @@
-"""What a worker does with the hints of a request: retention, early copies, and reloads before announced turns."""
+"""Hints of requests at a worker: retention, early copies, and reloads before announced turns."""
 
 import asyncio
 from random import Random

@@ -444,7 +444,15 @@ class World:
             self.export,
         ]
         actions += [self.reload, self.reload, self.cancel, self.follow, self.read, self.read, self.read]
-        actions += [self.step] * 6 + [self.lapse, self.spoil, self.preempt, self.come_back, self.damage, self.erase, self.wait]
+        actions += [self.step] * 6 + [
+            self.lapse,
+            self.spoil,
+            self.preempt,
+            self.come_back,
+            self.damage,
+            self.erase,
+            self.wait,
+        ]
         await self.measure()
         for _ in range(num_actions):
             if self.rng.random() < 0.003:

@@ -1,1 +1,1 @@
-"""The order in which idle KV is evicted: chances of its return, its owners, and tenants' retention budgets."""
+"""The order in which idle KV is evicted: chances of its return, owners, and retention budgets."""

@@ -1,4 +1,4 @@
-"""Who uses content: a client's session, a single request, or all requests that begin with the same block."""
+"""Owners of content: a client's session, a single request, or all requests that begin with one block."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -88,7 +88,7 @@ class ContentOwner:
 
     @property
     def present_bin(self) -> int:
-        """The bin that its pause has reached, by the same sums as the times of later bins; 0 while it runs."""
+        """The bin that its pause has reached, by the same sums as the times below; 0 while it runs."""
         reached = bin_of(self.age_s)
         if self.num_running or self.idle_since_s is None or reached >= NUM_BINS:
             return reached
@@ -96,7 +96,7 @@ class ContentOwner:
 
     @property
     def next_bin_at_s(self) -> float | None:
-        """When its pause reaches the next bin that is to be counted; None if it has none, or runs."""
+        """Time when its pause reaches the next bin that is to be counted; None if it has none, or runs."""
         if self.num_running or self.idle_since_s is None or self.counted_bins >= NUM_BINS:
             return None
         return self.idle_since_s + EDGES_S[self.counted_bins]
@@ -108,7 +108,7 @@ class ContentOwner:
 
     @property
     def end_of_bin_s(self) -> float | None:
-        """When its pause reaches its next bin, counted or not; None if there is none, or while it runs."""
+        """Time when its pause reaches its next bin, counted or not; None if there is none, or while it runs."""
         reached = self.present_bin
         if self.num_running or self.idle_since_s is None or reached >= NUM_BINS:
             return None

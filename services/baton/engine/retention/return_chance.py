@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 FIRST_EDGE_S, EDGE_RATIO, NUM_BINS = 0.25, 1.5, 25
-"""The first bin ends at `FIRST_EDGE_S`. Each later one ends at `EDGE_RATIO` times the end of the bin before."""
+"""The first bin ends at `FIRST_EDGE_S`, each later one at `EDGE_RATIO` times the end of the bin before."""
 EDGES_S = (0.0, *(FIRST_EDGE_S * EDGE_RATIO**index for index in range(NUM_BINS)))
 """Bin i is from `EDGES_S[i]` to `EDGES_S[i + 1]`. What is idle for longer than the last edge, 70 minutes, is
 taken to be never used again."""
 PRIOR_WEIGHT = 4.0
 """The initial hazard of a kind counts as so many pauses."""
 SPREAD = (0.1, 0.2, 0.4, 0.2, 0.1)
-"""How an owner's own pause is spread over bins around its own."""
+"""Parts of an owner's own pause that count in the bins around its own."""
 MAX_COUNTED = 1024.0
 """Pauses after which old ones count half."""
 

@@ -19,7 +19,7 @@ MIN_OLD_ENTRIES = 64
 """Outdated entries of a heap are dropped once there are so many more of them than others."""
 
 _Entry = tuple[int, int, int]
-"""Of content in its group: minus its position, number, block or slot. Lower ones are evicted first."""
+"""Content in its group: minus its position, number, block or slot. Lower ones are evicted first."""
 
 
 class _Group:
@@ -55,7 +55,7 @@ class _Group:
             self.in_order = sorted(self.entries.values())
 
 
-class _Cursor(NamedTuple):
+class _NextContent(NamedTuple):
     """The next content of a group that `first` returns. Sorted by value."""
 
     value: float
@@ -114,8 +114,8 @@ class ValueOrder:
         self._assess_changed()
         found: list[int] = []
         opened: list[tuple[float, int, _Group]] = []
-        passed: list[_Cursor] = []
-        cursors: list[_Cursor] = []
+        passed: list[_NextContent] = []
+        cursors: list[_NextContent] = []
         while len(found) < count:
             top = self._lowest()
             if top is not None and (not cursors or top[0] <= cursors[0].value):
@@ -169,10 +169,10 @@ class ValueOrder:
     def _value(self, group: _Group, entry: _Entry) -> float:
         return group.rate * self._saved_s(-entry[0], group.has_copy)
 
-    def _open(self, group: _Group, cursors: list[_Cursor]) -> None:
+    def _open(self, group: _Group, cursors: list[_NextContent]) -> None:
         entry = group.first()
         if entry is not None:
-            heappush(cursors, _Cursor(self._value(group, entry), next(self._numbers), entry, group))
+            heappush(cursors, _NextContent(self._value(group, entry), next(self._numbers), entry, group))
 
     def _assess(self, group: _Group) -> None:
         """Compute the chance of an owner's return anew."""

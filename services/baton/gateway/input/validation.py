@@ -167,8 +167,6 @@ class Validator:
                     request_id=request_id if request_id and index == 0 else self.draw_id(),
                     trace_context=caller.trace_context if is_traceparent(caller.trace_context) else "",
                     session=parsed.session or caller.session,
-                    retain_s=parsed.retain_s,
-                    next_in_s=parsed.next_in_s,
                     tenant=identity.tenant,
                     cache_salt=mixed_salt(identity.cache_salt, parsed.cache_salt),
                 )
@@ -333,6 +331,8 @@ class Validator:
             deadline_s=deadline_s,
             priority=parsed.priority,
             slo=parsed.slo.with_defaults(self._default_slo),
+            retain_s=parsed.retain_s,
+            next_in_s=parsed.next_in_s,
         )
 
     def check_vocabulary(self, name: str, token_id: int) -> None:

@@ -7,7 +7,7 @@ Inside a tenant's turn, the request of the session that has attained the least s
 and Wierman, 2008; for programs of several calls Autellix, Luo et al., 2025), so that short sessions do not
 wait behind long ones. It is limited: a request is served as if it were due later by the service that its
 session has attained, and by at most half of the time until it is due. Among sessions that have attained
-equally much, the request that is due first goes first. A long session therefore waits for a bounded time only.
+equally much, the request that is due first goes first. A long session thus waits for a bounded time only.
 """
 
 from collections.abc import Iterator

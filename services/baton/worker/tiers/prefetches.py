@@ -18,7 +18,7 @@ LEAD_FACTOR = 2.0
 EARLY_SHARE, EARLY_S = 0.05, 0.1
 """It begins earlier by this share of the announced pause and this time, because clients are not exact."""
 LATE_SHARE, LATE_S = 0.5, 1.0
-"""What was reloaded is retained for so much longer if the turn is late."""
+"""Reloaded content is retained for so much longer if the turn is late."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,9 +44,7 @@ class _Announced:
 class Prefetches:
     """The announced turns of one worker. Used from one event loop."""
 
-    def __init__(
-        self, reloads: Reloads, tiers: Sequence[KvTier], owners: ContentOwners, *, tenant_blocks: int
-    ) -> None:
+    def __init__(self, reloads: Reloads, tiers: Sequence[KvTier], owners: ContentOwners, *, tenant_blocks: int) -> None:
         """tenant_blocks: device blocks that the announced turns of one tenant may take"""
         self.totals = PrefetchTotals()
         self._reloads, self._tiers, self._owners = reloads, tiers, owners

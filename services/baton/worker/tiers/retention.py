@@ -1,4 +1,4 @@
-"""Which content of a worker's tiers is evicted first, and what clients can retain of it."""
+"""Sets the order in which a worker's tiers evict content, and how much of it clients can retain."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,8 @@ class Retention:
     ) -> None:
         """Set the orders of an empty pool and tier.
 
-        policy: `value` or `lru`. retain_memory: bytes of each tier that a tenant can retain; None: a share of it.
+        policy: `value` or `lru`.
+        retain_memory: bytes of each tier that a tenant can retain; None: a share of it.
         block_bytes: of one device block. chunk_tokens: most tokens of a step. costs: of the worker's steps.
         """
         self.owners = ContentOwners(clock)

@@ -150,7 +150,7 @@ def test_running_requests_of_one_session_are_one_use() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pauses_are_counted_as_a_naive_list_would(seed: int) -> None:
-    """Each pause of a session counts for the bins that it has reached, as often as time is looked at or not."""
+    """Each pause counts for the bins that it has reached, however often time is looked at."""
     rng, clock = Random(seed), Clock()
     begun, returned = [0] * NUM_BINS, [0] * NUM_BINS
     ended_s: dict[str, float] = {}
