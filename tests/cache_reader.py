@@ -195,6 +195,6 @@ def _open_backend(layout: KvLayout, memory: HostMemory, me: WorkerRef, transfer:
         from baton.transfer.backends.local_backend import LocalBackend
 
         return LocalBackend(worker=me, layout=layout, memory=memory)
-    from baton.transfer.backends.nixl_backend import NixlBackend
+    from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
     return NixlBackend.over(memory, worker=me, layout=layout, loopback_only=True)

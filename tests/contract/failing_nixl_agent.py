@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.transfer.backends import nixl_backend, nixl_thread
+from baton.transfer.backends.nixl import nixl_backend, nixl_thread
 
 
 def nixl_error(name: str) -> Exception:

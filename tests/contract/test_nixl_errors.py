@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.transfer.backend import ReadState
-from baton.transfer.backends import nixl_errors
+from baton.transfer.backends.nixl import nixl_errors
 from tests.contract.failing_nixl_agent import FailingAgent, failing_agents, nixl_error
 from tests.contract.transfer_backends import BACKENDS, Pair
 

@@ -19,7 +19,7 @@ from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBack
 from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.backends.local_backend import LocalBackend
-from baton.transfer.backends.nixl_backend import NixlBackend
+from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from tests import builders
 

@@ -21,7 +21,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_health": ("baton.rpc",),
     "grpc_reflection": ("baton.rpc",),
     "redis": ("baton.store",),
-    "nixl": ("baton.transfer.backends.nixl_memory",),
+    "nixl": ("baton.transfer.backends.nixl.nixl_memory",),
     "ray": ("baton.fleet",),
     "fastokens": ("baton.gateway.text.text_encoder",),
     "llguidance": ("baton.engine.constraints", "baton.gateway.grammar_checks"),
@@ -41,7 +41,7 @@ seeded generator."""
 NOT_SIMULATED = (
     "baton.model",
     "baton.transfer.*_backend",
-    "baton.transfer.backends.nixl_thread",
+    "baton.transfer.backends.nixl.nixl_thread",
     "baton.transfer.backends.prefault",
     "baton.gateway.gateway_main",
     "baton.scheduler.scheduler_main",

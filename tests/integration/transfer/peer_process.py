@@ -33,7 +33,7 @@ from baton.runtime import logging
 from baton.transfer.backend import TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.backends.local_backend import LocalBackend
-from baton.transfer.backends.nixl_backend import NixlBackend
+from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
 from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader

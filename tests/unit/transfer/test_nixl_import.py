@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.transfer.backends import nixl_agent
+from baton.transfer.backends.nixl import nixl_agent
 
 CREATE_AN_AGENT = """
 import sys
-from baton.transfer.backends.nixl_agent import new_agent
+from baton.transfer.backends.nixl.nixl_agent import new_agent
 new_agent("test")
 print(sorted({"torch", "nixl"} & sys.modules.keys()))
 """

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from baton.core.errors import LayoutMismatch
 from baton.transfer.backend import GenerationEntry
-from baton.transfer.backends import host_memory, ucx
+from baton.transfer.backends import host_memory
 from baton.transfer.backends.block_ranges import check_ids, runs
 from baton.transfer.backends.host_memory import KvRegion
+from baton.transfer.backends.nixl import ucx
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable, decode_entries
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch

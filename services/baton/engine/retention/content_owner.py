@@ -108,7 +108,7 @@ class ContentOwner:
 
     @property
     def end_of_bin_s(self) -> float | None:
-        """Time when its pause reaches its next bin, counted or not; None if there is none, or while it runs."""
+        """Time of its pause's next bin, counted or not; None if there is none, or while it runs."""
         reached = self.present_bin
         if self.num_running or self.idle_since_s is None or reached >= NUM_BINS:
             return None

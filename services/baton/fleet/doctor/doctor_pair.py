@@ -40,7 +40,7 @@ def allocate(backend: str) -> HostMemory:
 def open_backend(backend: str, worker: WorkerRef, memory: HostMemory) -> TransferBackend:
     """Create the transfer backend of that name over `memory`."""
     if backend == "nixl":
-        from baton.transfer.backends.nixl_backend import NixlBackend
+        from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
         return NixlBackend.over(memory, worker=worker, layout=LAYOUT, loopback_only=True)
     from baton.transfer.backends.local_backend import LocalBackend

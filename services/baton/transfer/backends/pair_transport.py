@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.transfer.backends.host_memory import HOST, host_id
-from baton.transfer.backends.ucx import UcxLog
+from baton.transfer.backends.nixl.ucx import UcxLog
 
 UNKNOWN_TRANSPORT = "unknown"
 _MEMORY_KINDS = (HOST, "cuda")

@@ -85,7 +85,7 @@ def register_host_memory(
 
         backend = LocalBackend(worker=worker, layout=layout, memory=memory, tier=slots)
     else:
-        from baton.transfer.backends.nixl_backend import NixlBackend
+        from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
         with _nixl_required():
             backend = NixlBackend.over(memory, worker=worker, layout=layout, tier=slots, **_nixl_settings(config))
@@ -195,7 +195,7 @@ def register_directly(
     import numpy as np
 
     from baton.model.device.device_info import bind_thread
-    from baton.transfer.backends.nixl_backend import NixlBackend
+    from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
     scratch = cache.memory.new_zeros(probe_blocks(cache.num_blocks, cache.layout), cache.layout.block_bytes)
     gpu_region = partial(KvRegion, memory_kind=memory_kind, device_id=cache.device.index or 0)

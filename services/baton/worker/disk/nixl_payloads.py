@@ -15,8 +15,8 @@ import numpy as np
 
 from baton.runtime.logging import get_logger
 from baton.transfer.backends.host_memory import Bytes
-from baton.transfer.backends.nixl_agent import new_agent
-from baton.transfer.backends.nixl_memory import HOST_SEGMENT
+from baton.transfer.backends.nixl.nixl_agent import new_agent
+from baton.transfer.backends.nixl.nixl_memory import HOST_SEGMENT
 from baton.worker.disk.os_file import OsFile, RawFile, ShortRead
 
 log = get_logger(__name__)

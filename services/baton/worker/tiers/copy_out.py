@@ -1,8 +1,8 @@
 """Copies idle blocks of the device to a slower tier, in the background.
 
-Blocks of preempted sequences come first, then those at their second use and those of a session whose client has
-announced its next turn, then those that are slow to compute again. Within each group the block that became idle
-first comes first.
+Blocks of preempted sequences come first, then those at their second use and those of a session whose client
+has announced its next turn, then those that are slow to compute again. Within each group the block that
+became idle first comes first.
 """
 
 import asyncio

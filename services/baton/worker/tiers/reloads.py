@@ -105,8 +105,10 @@ class Reloads:
     ) -> Mapping[Tier, int]:
         """Reload what pays. Returns how many blocks of the prefix the cache has gained, by tier.
 
-        tenant_root: of the tenant whose prompt it is. owner: of the request that needs the blocks. If the caller is cancelled, or has waited as long as
-        computing would take, the reload goes on: other requests may want the same blocks.
+        tenant_root: of the tenant whose prompt it is. owner: of the request that needs the blocks.
+
+        If the caller is cancelled, or has waited as long as computing would take, the reload goes on: other
+        requests may want the same blocks.
         """
         plan = first = self.plan(hashes)
         if plan is None or first is None:

@@ -19,12 +19,12 @@ from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import KvDescriptor
-from baton.transfer.backends import ucx
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, HostMemory, KvRegion, anonymous_region
-from baton.transfer.backends.nixl_agent import new_agent
-from baton.transfer.backends.nixl_memory import SEGMENTS, register
-from baton.transfer.backends.nixl_thread import NixlPeer, NixlThread
+from baton.transfer.backends.nixl import ucx
+from baton.transfer.backends.nixl.nixl_agent import new_agent
+from baton.transfer.backends.nixl.nixl_memory import SEGMENTS, register
+from baton.transfer.backends.nixl.nixl_thread import NixlPeer, NixlThread
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
 from baton.transfer.backends.pair_transport import ucx_environment
 from baton.transfer.integrity.generation_table import ENTRY_BYTES

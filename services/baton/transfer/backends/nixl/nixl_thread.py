@@ -23,13 +23,13 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.runtime.thread_commands import ThreadCommands
 from baton.transfer.backend import GenerationEntry, ReadState
-from baton.transfer.backends import nixl_errors
 from baton.transfer.backends.block_ranges import CopyRange
 from baton.transfer.backends.first_reads import FirstReads
 from baton.transfer.backends.generation_cells import GenerationCells
-from baton.transfer.backends.nixl_memory import HOST_SEGMENT, Segment, memory_kind_of, prepare_read, register
+from baton.transfer.backends.nixl import nixl_errors
+from baton.transfer.backends.nixl.nixl_memory import HOST_SEGMENT, Segment, memory_kind_of, prepare_read, register
+from baton.transfer.backends.nixl.ucx import UcxLog
 from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind
-from baton.transfer.backends.ucx import UcxLog
 
 log = get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""The transfer backend over NIXL."""
