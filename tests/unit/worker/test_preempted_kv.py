@@ -27,7 +27,8 @@ NUM_BLOCKS = 60
 async def started(simulated: Cluster, **changes: object) -> Host:
     """Start a worker that copies nothing but the blocks of preempted sequences."""
     host = await start(simulated, **({"num_blocks": NUM_BLOCKS} | changes))
-    host.node.worker.copy_out._is_worth_copying = lambda **_: False
+    (copy_out,) = host.node.worker._copies_out
+    copy_out._is_worth_copying = lambda **_: False
     return host
 
 

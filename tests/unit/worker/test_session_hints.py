@@ -100,7 +100,7 @@ async def test_announced_turn_finds_its_prefix_on_the_device() -> None:
         one = await client(simulated, host_kv_memory=4 * MIB, kv_retain_memory=4 * MIB)
         await one.send(0, session="s", next_in_s=30.0)
         await one.flood()
-        assert one.worker.pool.find(one.worker.tier.slots.hash_of(0)) is None
+        assert one.worker.pool.find(one.worker.tiers[0].slots.hash_of(0)) is None
         await asyncio.sleep(27.8)
         prefetches = one.worker.prefetches
         assert (prefetches.totals.started, len(prefetches)) == (1, 0)
@@ -152,9 +152,9 @@ async def test_content_of_an_announced_turn_is_copied_at_once(monkeypatch: pytes
     async with cluster() as simulated:
         one = await client(simulated, host_kv_memory=4 * MIB)
         await one.send(0, session="s")
-        assert one.worker.tier.counts().held == 0
+        assert one.worker.tiers[0].counts().held == 0
         await one.send(1, session="s", next_in_s=30.0)
-        assert one.worker.tier.counts().held == NUM_BLOCKS + 1
+        assert one.worker.tiers[0].counts().held == NUM_BLOCKS + 1
 
 
 @virtual

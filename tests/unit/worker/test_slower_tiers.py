@@ -45,12 +45,22 @@ def test_content_comes_from_the_fastest_tier_that_has_it() -> None:
     ("hashes", "seconds"), [([A, C], 2.0), ([A, C, D], 5.0), ([B, D, C], 10.0), ([], None), ([E], None)]
 )
 def test_tiers_load_at_the_same_time(hashes: list[bytes], seconds: float | None) -> None:
-    assert SlowerTiers(both()).load_s(hashes) == seconds
+    assert SlowerTiers(both()).load_s(hashes, {}) == seconds
 
 
 def test_the_time_is_unknown_if_one_tier_was_not_measured() -> None:
     host, _ = both()
-    assert SlowerTiers([host, FixedTier(Tier.DISK, (B,), None)]).load_s([A, B]) is None
+    assert SlowerTiers([host, FixedTier(Tier.DISK, (B,), None)]).load_s([A, B], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("hashes", "loading", "seconds"),
+    [([A], {Tier.HOST: 3}, 4.0), ([A], {Tier.DISK: 3}, 1.0), ([A, B], {Tier.HOST: 7, Tier.DISK: 1}, 10.0)],
+)
+def test_loads_under_way_of_the_same_tier_come_first(
+    hashes: list[bytes], loading: dict[Tier, int], seconds: float
+) -> None:
+    assert SlowerTiers(both()).load_s(hashes, loading) == seconds
 
 
 @pytest.mark.parametrize(("host_good", "disk_good", "count"), [(9, 9, 4), (1, 9, 2), (9, 1, 3), (0, 9, 0), (9, 0, 1)])

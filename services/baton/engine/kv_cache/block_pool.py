@@ -313,7 +313,7 @@ class BlockPool:
                 self._eviction_queue.take(block_id)
             self.unpublish((block_id,))
             if is_idle:
-                self._eviction_queue.put(block_id, has_content=False)
+                self._eviction_queue.put(block_id, None)
         return len(blocks)
 
     def is_announced(self, block_hash: BlockHash) -> bool:

@@ -9,14 +9,13 @@ _PART_WEIGHT = 0.25
 class LoadThroughput:
     """Measures loads of a tier that reads several parts at a time. The caller passes the time.
 
-    A load waits for those that began before it, and takes at least as long as one part.
+    A load takes at least as long as one part. What it waits for is the caller's to add.
     """
 
     def __init__(self) -> None:
         self._speed = CopySpeed()
         self._part_s: float | None = None
         self._num_loads = 0
-        self._waiting_bytes = 0
         self._counted_until_s = 0.0
 
     @property
@@ -25,22 +24,20 @@ class LoadThroughput:
         return self._speed.s_per_byte
 
     def predicted_s(self, num_bytes: int) -> float | None:
-        """Return the predicted time of a load that begins now; None before the first."""
+        """Return the predicted time of a load without others before it; None before the first."""
         if self.s_per_byte is None:
             return None
-        return max(self._part_s or 0.0, (self._waiting_bytes + num_bytes) * self.s_per_byte)
+        return max(self._part_s or 0.0, num_bytes * self.s_per_byte)
 
-    def begin(self, num_bytes: int, now_s: float) -> None:
+    def begin(self, now_s: float) -> None:
         """A load begins."""
         if not self._num_loads:
             self._counted_until_s = now_s
         self._num_loads += 1
-        self._waiting_bytes += num_bytes
 
-    def end(self, num_bytes: int, num_read_bytes: int, now_s: float) -> None:
-        """A load of `num_bytes`, as at its begin, ends. It has read `num_read_bytes`."""
+    def end(self, num_read_bytes: int, now_s: float) -> None:
+        """A load ends. It has read `num_read_bytes`."""
         self._num_loads -= 1
-        self._waiting_bytes -= num_bytes
         self._speed.observe(num_read_bytes, now_s - self._counted_until_s)
         self._counted_until_s = now_s
 

@@ -260,11 +260,11 @@ class DiskTier:
             for index, slot in enumerate(slots)
         ]
         num_bytes, began_s = len(slots) * self.block_bytes, loop.time()
-        self._throughput.begin(num_bytes, began_s)
+        self._throughput.begin(began_s)
         parts = [expected[first : first + self._part_blocks] for first in range(0, len(slots), self._part_blocks)]
         loaded = await asyncio.gather(*(self._load_part(part, block_ids) for part in parts))
         num_loaded = self._num_valid(expected, [is_loaded for part in loaded for is_loaded in part])
-        self._throughput.end(num_bytes, sum(map(sum, loaded)) * self.block_bytes, loop.time())
+        self._throughput.end(sum(map(sum, loaded)) * self.block_bytes, loop.time())
         if block_ids is not None:
             self.slots.count_use(slots[:num_loaded])
             self.totals.loaded_blocks += num_loaded
