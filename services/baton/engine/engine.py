@@ -276,7 +276,7 @@ class Engine:
         )
         if not plan.is_empty:
             self._next_step_id += 1
-            self.pool.step_launched()
+            self.pool.fence.step_launched()
         return plan
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan:
@@ -299,12 +299,12 @@ class Engine:
         )
         if not following.is_empty:
             self._next_step_id += 1
-            self.pool.step_launched()
+            self.pool.fence.step_launched()
         return following
 
     def step_withdrawn(self) -> None:
         """Record that the step that was planned ahead will have no result."""
-        self.pool.step_withdrawn()
+        self.pool.fence.step_withdrawn()
 
     def without_placeholders(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, which is in flight, with its placeholder tokens filled in and ended sequences
@@ -334,7 +334,7 @@ class Engine:
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} for plan {plan.step_id}")
-        self.pool.step_finished()
+        self.pool.fence.step_finished()
         self._allocator.release_copies()
         self.counters.steps += 1
         self._deferred = result.deferred

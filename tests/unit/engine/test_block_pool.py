@@ -212,29 +212,29 @@ def test_block_freed_during_a_step_is_not_allocated_before_the_step_ends(receive
     pool, _ = make_pool(2)
     take = pool.allocate_receiving if receives else pool.allocate
     blocks = allocated(pool, 2)
-    pool.step_launched()
+    pool.fence.step_launched()
     pool.unref(blocks[:1])
-    pool.step_launched()
+    pool.fence.step_launched()
     pool.unref(blocks[1:])
     assert take(1) is None
-    pool.step_finished()
+    pool.fence.step_finished()
     assert take(2) is None
     assert take(1) == blocks[:1]  # freed before the second step was launched
     pool.check()
-    pool.step_finished()
+    pool.fence.step_finished()
     assert take(1) == blocks[1:]
 
 
 def test_withdrawn_step_no_longer_fences_blocks() -> None:
     pool, _ = make_pool(2)
     blocks = allocated(pool, 2)
-    pool.step_launched()
-    pool.step_launched()
+    pool.fence.step_launched()
+    pool.fence.step_launched()
     pool.unref(blocks)
-    pool.step_withdrawn()
+    pool.fence.step_withdrawn()
     pool.check()
     assert pool.allocate_receiving(1) is None, "the preceding step is still running"
-    pool.step_finished()
+    pool.fence.step_finished()
     pool.check()
     assert pool.allocate_receiving(2) is not None
 
@@ -285,8 +285,8 @@ def test_wrong_use_raises_and_changes_nothing() -> None:
         lambda: pool.set_hash(receives, A),
         lambda: pool.mark_replicas([used]),
         lambda: pool.mark_replicas([free]),
-        pool.step_finished,
-        pool.step_withdrawn,
+        pool.fence.step_finished,
+        pool.fence.step_withdrawn,
     ]
     for call in wrong:
         with pytest.raises(ValueError, match=r"block \d|no step"):

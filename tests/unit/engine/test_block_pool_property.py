@@ -201,14 +201,14 @@ class Pools:
             pool.end_copy(chosen)
             self.copying -= Counter(chosen)
         elif action == "launch":
-            pool.step_launched()
+            pool.fence.step_launched()
             self.step += 1
             self.in_flight.append(self.step)
         elif action == "finish" and self.in_flight:
-            pool.step_finished()
+            pool.fence.step_finished()
             self.in_flight.pop(0)
         elif action == "withdraw" and self.in_flight:
-            pool.step_withdrawn()
+            pool.fence.step_withdrawn()
             withdrawn = self.in_flight.pop()
             for block in naive:
                 if block.released_in_step == withdrawn:  # the preceding step may still write to it

@@ -88,12 +88,12 @@ def test_receiving_waits_for_a_step_that_may_still_write() -> None:
     rig.run()
     blocks = rig.pool.allocate(4)
     assert blocks is not None
-    rig.pool.step_launched()
+    rig.pool.fence.step_launched()
     rig.pool.unref(blocks)
     pulled = rig.add(sequence_request(2, range(20, 36), pulled=True, max_tokens=2))
     assert rig.step().is_empty
     assert not rig.pool.counts().used
-    rig.pool.step_finished()
+    rig.pool.fence.step_finished()
     rig.step()
     rig.mark_received(pulled)
     rig.engine.received(2, rig.first_tokens(pulled))

@@ -57,9 +57,9 @@ async def test_cancelled_loop_leaves_no_step_behind(num_turns: int) -> None:
     assert task.cancelled()
     assert not [other.get_coro() for other in asyncio.all_tasks() - {asyncio.current_task()}]
     with suppress(ValueError):
-        rig.pool.step_finished()  # one step may have run
+        rig.pool.fence.step_finished()  # one step may have run
     with pytest.raises(ValueError, match="no step is in flight"):
-        rig.pool.step_finished()
+        rig.pool.fence.step_finished()
 
 
 async def test_exception_in_a_step_planned_ahead_fails_only_its_sequence() -> None:

@@ -18,23 +18,23 @@ from itertools import islice
 from baton.core.cluster.worker_report import BlockCounts
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash, table_hash
-from baton.core.kv.kv_events import KvEventKind
 from baton.core.kv.kv_tables import TableWindows
 from baton.engine.kv_cache.block_fills import BlockFill, BlockFills
-from baton.engine.kv_cache.content_index import CachedPrefix, ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
-from baton.engine.kv_cache.pool_listeners import CopySources, PoolListener
+from baton.engine.kv_cache.pool_contents import PoolContents
 from baton.engine.kv_cache.step_fence import StepFence
-from baton.engine.retention.content_owner import ContentOwner, ContentUse
+from baton.engine.retention.content_owner import ContentOwner
 from baton.engine.retention.eviction_order import EvictionOrder
 from baton.engine.state.require import require
 
 
-class BlockPool:
+class BlockPool(PoolContents):
     """The blocks of one worker. Implements `core.interfaces.PinPool` and `ReceivingPool`.
 
     The engine holds references. Transfers pin, receive and quarantine blocks. Wrong use, such as a reference
     to a free block, raises ValueError and leaves that block unchanged.
+
+    fence: the idle blocks that steps in flight may access. `Engine` records there when steps begin and end.
     """
 
     def __init__(
@@ -50,23 +50,14 @@ class BlockPool:
 
         announce_every: of how many successive blocks of a chain one is announced to schedulers
         """
-        self.num_blocks = num_blocks
-        self.block_size_tokens = block_size_tokens
-        self.announce_every = announce_every
-        self.windows = windows or TableWindows((0,), block_size_tokens)
-        self._generation_table = generation_table
+        super().__init__(num_blocks, block_size_tokens, generation_table, windows, announce_every=announce_every)
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
         self._fills = BlockFills(num_blocks)
         self._eviction_queue = EvictionQueue(num_blocks)
-        self._contents = ContentIndex(num_blocks, announce_every)
-        self._fence = StepFence()
-        self._copies = CopySources()
-        self._owners: list[ContentOwner | None] = [None] * num_blocks
-        self._positions = [0] * num_blocks
+        self.fence = StepFence()
         self._held_for_others = 0
         self._on_freed: list[Callable[[], None]] = []
-        self._on_forgotten: list[Callable[[BlockHash], None]] = []
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -119,17 +110,9 @@ class BlockPool:
         """Call `callback` whenever a sequence or a transfer may have made blocks allocatable."""
         self._on_freed.append(callback)
 
-    def on_forgotten(self, callback: Callable[[BlockHash], None]) -> None:
-        """Call `callback` with the hash of content that no block has any more."""
-        self._on_forgotten.append(callback)
-
     def copy_changed(self, block_id: int) -> None:
         """Record that another tier has a copy of a block's content now, or has none any more."""
         self._eviction_queue.copy_changed(block_id)
-
-    def add_listener(self, listener: PoolListener) -> None:
-        """Tell `listener` about blocks that become idle and about content that is withdrawn."""
-        self._copies.add_listener(listener)
 
     def order_by(self, order: EvictionOrder) -> None:
         """Evict cached blocks in this order instead of least recently used first.
@@ -147,7 +130,7 @@ class BlockPool:
         Blocks that a step in flight may still read or write, or that are being copied out, are not allocated.
         Returns None, and changes nothing, if fewer than `num_blocks` are available.
         """
-        fenced: Set[int] = self._fence.blocks
+        fenced: Set[int] = self.fence.blocks
         if self._copies.copying:
             fenced = fenced | self._copies.copying.keys()
         chosen = self._eviction_queue.first(num_blocks, fenced)
@@ -191,8 +174,7 @@ class BlockPool:
             if not self._refs[block_id]:
                 raise ValueError(f"block {block_id} has no reference; it cannot be unreferenced")
             if owner is not None:
-                self._owners[block_id] = owner.owner_with(self._owners[block_id])
-                self._positions[block_id] = index // num_tables
+                self._set_use(block_id, owner, index // num_tables)
             self._count(block_id, refs=-1)
             self._release(block_id)
         self._notify_freed()
@@ -217,27 +199,7 @@ class BlockPool:
             self._release(block_id)
         self._notify_freed()
 
-    def generation(self, block_id: int) -> int:
-        """Return the current generation of a block's content."""
-        return self._generation_table.generation(block_id)
-
     # -- content -------------------------------------------------------------------------------------------------------
-
-    def find(self, block_hash: BlockHash) -> int | None:
-        """Return a block that holds this content; None if there is none. Adds no reference."""
-        return self._contents.find(block_hash)
-
-    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the blocks of the longest known prefix of hashes of entries. Adds no reference."""
-        return self._contents.lookup(hashes)
-
-    def lookup_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
-        """Return the longest prefix of which each table has what a continuation sees. Adds no reference."""
-        return self._contents.lookup_prefix(hashes, self.windows)
-
-    def count_cached(self, hashes: Iterable[BlockHash]) -> int:
-        """Return how many leading blocks are in the pool now. Adds no reference, so they may be evicted."""
-        return len(self.lookup(hashes))
 
     def match(self, hashes: Iterable[BlockHash], max_blocks: int) -> list[int]:
         """Return at most `max_blocks` leading blocks of `hashes`, with a reference added to each."""
@@ -256,10 +218,6 @@ class BlockPool:
             raise ValueError(f"hash {block_hash.hex()} cannot be set: block {block_id} has a hash or is not in use")
         self._publish(block_id, table_hash(block_hash, self._contents.table_of(block_id)))
 
-    def hash_of(self, block_id: int) -> BlockHash:
-        """Return the published hash of a block; NO_HASH if it has none."""
-        return self._contents.hash_of(block_id)
-
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Withdraw blocks whose content may be wrong. No other sequence may use them.
 
@@ -270,36 +228,6 @@ class BlockPool:
                 self._copies.withdrawn(self._contents.hash_of(block_id))
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
-
-    def withdraw_copies(self, hashes: Iterable[BlockHash]) -> None:
-        """Withdraw content that may be wrong, and that the pool has evicted, from slower tiers."""
-        for block_hash in hashes:
-            if self._contents.find(block_hash) is None:
-                self._copies.withdrawn(block_hash)
-
-    def hashes(self) -> list[BlockHash]:
-        """Return the hashes of all content in the pool that belongs to table 0."""
-        return self._contents.hashes()
-
-    def announced_hashes(self) -> list[BlockHash]:
-        """Return the hashes of all announced content, for a snapshot."""
-        return self._contents.announced_hashes()
-
-    def announce(
-        self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool, tenant_root: BlockHash = NO_HASH
-    ) -> None:
-        """Announce cached blocks of a chain to schedulers, see `ContentIndex.announce`.
-
-        tenant_root: of the tenant whose blocks they are; NO_HASH if it is not known here
-        """
-        if tenant_root != NO_HASH:
-            for table in range(self.windows.num_tables):
-                self._contents.set_tenant((table_hash(each, table) for each in chain[begin:end]), tenant_root)
-        self._contents.announce(chain, begin, end, is_end=is_end)
-
-    def tenant_of(self, block_hash: BlockHash) -> BlockHash:
-        """Return the root hash of the tenant whose content it is; NO_HASH if it is not known."""
-        return self._contents.tenant_of(block_hash)
 
     def forget_tenant(self, tenant_root: BlockHash) -> int:
         """Withdraw all content of a tenant, or of one that is not known, as `unpublish` does.
@@ -315,19 +243,6 @@ class BlockPool:
             if is_idle:
                 self._eviction_queue.put(block_id, None)
         return len(blocks)
-
-    def is_announced(self, block_hash: BlockHash) -> bool:
-        """Return True if the content is known and was announced to schedulers."""
-        return self._contents.is_announced(block_hash)
-
-    @property
-    def num_evicted(self) -> int:
-        """Number of evictions of content of table 0."""
-        return self._contents.num_evicted
-
-    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
-        """Return the net changes since the last call: announced content that was STORED or EVICTED."""
-        return self._contents.take_events()
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -356,14 +271,6 @@ class BlockPool:
     def is_replica(self, block_id: int) -> bool:
         """Return True if the block is a replica: the worker that it was pulled from probably has it, too."""
         return self._eviction_queue.is_replica(block_id)
-
-    def is_reused(self, block_id: int) -> bool:
-        """Return True if a second request has found the block's content here."""
-        return self._copies.is_reused(block_id)
-
-    def use_of(self, block_id: int) -> ContentUse:
-        """Return the last use of a block's content."""
-        return ContentUse(self._owners[block_id], self._positions[block_id], self._copies.is_reused(block_id))
 
     def evict_replicas(self, max_blocks: int) -> int:
         """Evict at most `max_blocks` idle replicas, least recently used first. Returns how many."""
@@ -437,23 +344,6 @@ class BlockPool:
             self._release(block_id)
         self._notify_freed()
 
-    # -- fence ---------------------------------------------------------------------------------------------------------
-
-    def step_launched(self) -> None:
-        """Record that a step was given to the device. It may access all blocks that are in use now.
-
-        Blocks that become idle are not reallocated until the step has finished.
-        """
-        self._fence.step_launched()
-
-    def step_withdrawn(self) -> None:
-        """Record that the step that was launched last was not run, or has ended without result."""
-        self._fence.step_withdrawn()
-
-    def step_finished(self) -> None:
-        """Record that the oldest step in flight has ended on the device."""
-        self._fence.step_finished()
-
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -467,7 +357,7 @@ class BlockPool:
         contents = {b for b in range(self.num_blocks) if self._contents.has_content(b)}
         self._eviction_queue.check(idle=idle, contents=contents, incoming=incoming)
         self._copies.check(contents)
-        self._fence.check(idle)
+        self.fence.check(idle)
         self._contents.check(idle)
         require(
             self._held_for_others == sum(self._is_held(b) for b in range(self.num_blocks)), "held_for_others is wrong"
@@ -497,7 +387,7 @@ class BlockPool:
             if self._eviction_queue.is_free(block_id):
                 raise ValueError(f"block {block_id} is free; it has no content to share")
             self._eviction_queue.take(block_id)
-            self._fence.remove(block_id)  # it has a hash, so no step writes it
+            self.fence.remove(block_id)  # it has a hash, so no step writes it
 
     def _release(self, block_id: int) -> None:
         """Put the block into the eviction queue if no reference, pin or read is left."""
@@ -508,24 +398,14 @@ class BlockPool:
             self._forget_content(block_id)  # another block in use has the same content
         has_content = self._contents.has_content(block_id)
         self._eviction_queue.put(block_id, self.use_of(block_id) if has_content else None)
-        self._fence.add(block_id)
+        self.fence.add(block_id)
         if has_content:
             self._copies.became_idle(block_id)
-
-    def _publish(self, block_id: int, block_hash: BlockHash) -> None:
-        self._generation_table.set_hash(block_id, block_hash)
-        self._contents.add(block_id, block_hash)
 
     def _forget_content(self, block_id: int) -> None:
         """Remove the block's hash. The content is evicted if no other block has it."""
         self._eviction_queue.unmark_replica(block_id)
-        self._copies.forget_content(block_id)
-        self._owners[block_id] = None
-        block_hash = self._contents.hash_of(block_id)
-        self._contents.remove(block_id)
-        if self._on_forgotten and self._contents.find(block_hash) is None:
-            for callback in self._on_forgotten:
-                callback(block_hash)
+        self._remove_content(block_id)
 
     def _count(self, block_id: int, *, refs: int = 0, pins: int = 0) -> None:
         was_held = self._is_held(block_id)
