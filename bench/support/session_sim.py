@@ -196,7 +196,7 @@ def flood(tiers: SimTiers, eviction: Eviction, *, retain_s: float | None, num_pr
         for _ in range(num_prompts):
             await running.send(tokens(ONE_OFF_TOKENS), 2, **hints)
             for worker in running.cluster.workers.values():
-                orders = (worker.retention.device, worker.retention.host)
+                orders = (worker.kv.retention.device, worker.kv.retention.host)
                 most_retained = max([most_retained, *(order.num_retained for order in orders if order is not None)])
         following, _ = await running.send((*prompt, *answer, *tokens(16)), 2, session="kept")
         await running.cluster.aclose()

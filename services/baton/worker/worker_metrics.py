@@ -130,27 +130,27 @@ class WorkerMetrics:
 
     def refresh(self, worker: Worker) -> None:
         """Read the current values from `worker`. Called before each scrape."""
-        counts, engine, owner = worker.pool.counts(), worker.engine, worker.owner.counts
+        counts, engine, owner, kv = worker.pool.counts(), worker.engine, worker.owner.counts, worker.kv
         for state in ("free", "used", "cached", "receiving", "quarantined"):
             self.engine.blocks.labels(Tier.DEVICE.value, state).set(getattr(counts, state))
-        for tier in worker.tiers:
+        for tier in kv.tiers:
             self._refresh_tier(tier)
             if isinstance(tier, DiskTier):
                 for defect in DiskDefect:
                     self._raise_to(self.tier.disk_defects.labels(defect.value), tier.defects[defect])
-        if worker.reloads is not None:
-            self._refresh_reloads(worker.reloads)
-        if worker.preempted_kv is not None:
-            for way, number in worker.preempted_kv.totals.chosen.items():
+        if kv.reloads is not None:
+            self._refresh_reloads(kv.reloads)
+        if kv.preempted_kv is not None:
+            for way, number in kv.preempted_kv.totals.chosen.items():
                 self._raise_to(self.tier.preemptions_by_way.labels(way.value), number)
-            for way, seconds in worker.preempted_kv.totals.predicted_s.items():
+            for way, seconds in kv.preempted_kv.totals.predicted_s.items():
                 self._raise_to(self.tier.predicted_way_back_s.labels(way.value), seconds)
-        for tier, order in ((Tier.DEVICE, worker.retention.device), (Tier.HOST, worker.retention.host)):
+        for tier, order in ((Tier.DEVICE, kv.retention.device), (Tier.HOST, kv.retention.host)):
             if order is not None:
                 self.engine.retained_blocks.labels(tier.value).set(order.num_retained)
-        if worker.prefetches is not None:
+        if kv.prefetches is not None:
             for outcome in ("started", "early", "refused"):
-                self._raise_to(self.tier.prefetches.labels(outcome), getattr(worker.prefetches.totals, outcome))
+                self._raise_to(self.tier.prefetches.labels(outcome), getattr(kv.prefetches.totals, outcome))
         self.engine.blocks_held_for_others.set(counts.held_for_others)
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)

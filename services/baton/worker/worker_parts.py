@@ -9,7 +9,6 @@ from baton.core.ids import WorkerRef
 from baton.core.interfaces import CostStore, KvEventFeed, Membership, Network
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
-from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.draft_model import DraftModel
 from baton.engine.state.engine_config import EngineConfig
@@ -27,12 +26,8 @@ from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.worker_device import DraftDevice
 from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
-from baton.worker.tiers.copy_out import CopyOut
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
-from baton.worker.tiers.prefetches import Prefetches
-from baton.worker.tiers.reloads import Reloads
-from baton.worker.tiers.retention import Retention
 from baton.worker.tiers.worker_regions import WorkerRegions
 
 KV_EVENTS_TTL_S = 30.0
@@ -122,46 +117,6 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
         clock=lambda: asyncio.get_running_loop().time(),
         on_step=lambda plan, step_s: costs.observe(work_of(plan), step_s),
     )
-
-
-def build_copies_out(
-    parts: WorkerParts, engine: Engine, costs: Callable[[], StepCostModel | None], on_stored: Callable[[], None]
-) -> list[CopyOut]:
-    """Build what copies idle blocks to each slower tier."""
-    return [
-        CopyOut(
-            parts.pool,
-            tier,
-            block_bytes=tier.block_bytes,
-            chunk_tokens=parts.engine_config.max_num_batched_tokens,
-            costs=costs,
-            is_busy=lambda: not engine.is_idle,
-            on_stored=on_stored,
-        )
-        for tier in parts.tiers
-    ]
-
-
-def build_retention(parts: WorkerParts, costs: Callable[[], StepCostModel | None]) -> Retention:
-    """Set the order in which the worker's tiers evict content."""
-    return Retention(
-        parts.pool,
-        parts.tier,
-        policy=parts.config.kv_eviction,
-        retain_memory=parts.config.kv_retain_memory,
-        block_bytes=parts.executor.layout.block_bytes,
-        chunk_tokens=parts.engine_config.max_num_batched_tokens,
-        costs=costs,
-        clock=lambda: asyncio.get_running_loop().time(),
-    )
-
-
-def build_prefetches(parts: WorkerParts, retention: Retention, reloads: Reloads | None) -> Prefetches | None:
-    """Build what reloads prefixes before announced turns. Returns None without a tier."""
-    if reloads is None:
-        return None
-    tenant_blocks = retention.tenant_blocks(parts.pool.num_blocks, parts.executor.layout.block_bytes)
-    return Prefetches(reloads, parts.tiers, retention.owners, tenant_blocks=tenant_blocks)
 
 
 def build_owner(parts: WorkerParts) -> OwnerService:

@@ -9,7 +9,7 @@ import os
 import socket
 
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
-from baton.core.cluster.worker_report import TierReport, WorkerReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import WorkerReport, WorkerRole, WorkerState
 from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
@@ -30,30 +30,21 @@ from baton.worker.costs.draft_speedup import RecentDraftSpeedup
 from baton.worker.costs.prefill_share import RecentPrefillShare
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.jobs.job_table import JobTable
-from baton.worker.jobs.leg import LegParts, chain_tenant
+from baton.worker.jobs.leg import LegParts
 from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
-from baton.worker.tiers.clear_tenant import clear_tenant
-from baton.worker.tiers.copy_out import CopyOut
-from baton.worker.tiers.disk_tier import DiskTier
-from baton.worker.tiers.host_tier import HostTier
-from baton.worker.tiers.preempted_kv import PreemptedKv
-from baton.worker.tiers.reloads import Reloads
-from baton.worker.tiers.slower_tiers import SlowerTiers
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 from baton.worker.worker_parts import (
     WorkerParts,
-    build_copies_out,
     build_draft_model,
     build_owner,
-    build_prefetches,
     build_publisher,
     build_reader,
-    build_retention,
     draft_cost_keeper,
 )
+from baton.worker.worker_tiers import WorkerTiers
 
 log = get_logger(__name__)
 
@@ -92,19 +83,18 @@ class Worker:
             reloads_preempted=bool(parts.tiers),
         )
         self.publisher = build_publisher(parts)
-        self.tiers = parts.tiers
-        self._copies_out = build_copies_out(parts, self.engine, self._current_costs, self._publish_kv_events)
-        self.reloads: Reloads | None = None
-        if self.tiers:
-            tiers = SlowerTiers(self.tiers)
-            self.reloads = Reloads(engine=self.engine, tiers=tiers, tasks=self.tasks, costs=self._current_costs)
-        self.retention = build_retention(parts, self._current_costs)
-        self.prefetches = build_prefetches(parts, self.retention, self.reloads)
         self.owner = build_owner(parts)
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
-        self.preempted_kv = self._build_preempted_kv()
+        self.kv = WorkerTiers(
+            parts,
+            self.engine,
+            tasks=self.tasks,
+            costs=lambda: self._costs.costs,
+            returned=self.engine_loop.returned,
+            on_stored=self._publish_kv_events,
+        )
         self.jobs = JobTable(
             self._build_leg_parts(),
             self.legs,
@@ -124,21 +114,6 @@ class Worker:
         self._lifecycle = self._build_lifecycle()
         self._reporter = self._build_reporter()
 
-    def _build_preempted_kv(self) -> PreemptedKv | None:
-        """The fastest tier keeps what preempted sequences need again."""
-        if self.reloads is None:
-            return None
-        return PreemptedKv(
-            pool=self.pool,
-            tier=self.tiers[0],
-            copy_out=self._copies_out[0],
-            reloads=self.reloads,
-            tasks=self.tasks,
-            costs=self._current_costs,
-            chunk_tokens=self.engine.config.max_num_batched_tokens,
-            returned=self.engine_loop.returned,
-        )
-
     def _build_leg_parts(self) -> LegParts:
         parts = self._parts
         return LegParts(
@@ -148,9 +123,9 @@ class Worker:
             pool=parts.pool,
             owner=self.owner,
             reader=self.reader,
-            reloads=self.reloads,
-            prefetches=self.prefetches,
-            owners=self.retention.owners,
+            reloads=self.kv.reloads,
+            prefetches=self.kv.prefetches,
+            owners=self.kv.retention.owners,
             prefixes=PrefixPuller(engine=self.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
             constraints=parts.constraints,
@@ -296,14 +271,8 @@ class Worker:
             tokens_per_step=self._draft_speedup.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
-            tiers=self._tier_reports(),
+            tiers=self.kv.reports(),
         )
-
-    def _tier_reports(self) -> tuple[TierReport, ...]:
-        if self.reloads is None:
-            return ()
-        loading = self.reloads.num_loading_blocks
-        return tuple(tier.report(loading[tier.tier]) for tier in self.tiers)
 
     def debug_state(self) -> dict[str, object]:
         """Return the worker's open jobs, sessions, sequences, blocks and leases, for debugging leaks."""
@@ -322,8 +291,7 @@ class Worker:
         """Raise AssertionError unless nothing is left of past requests except cached and quarantined
         blocks."""
         self.pool.check()
-        for tier in self.tiers:
-            tier.slots.check()
+        self.kv.check()
         counts = self.pool.counts()
         if self._parts.draft is not None and (used := self._parts.draft.pool.counts().used):
             raise AssertionError(f"{used} blocks of the draft model are in use; must be none")
@@ -332,7 +300,7 @@ class Worker:
             and self.engine.is_idle
             and not self.owner.open_leases
             and counts.free + counts.cached + counts.quarantined == counts.total
-            and not any(tier.counts().busy for tier in self.tiers)
+            and not self.kv.is_busy
         )
         if not is_clean:
             raise AssertionError(f"not clean: {self.debug_state()}")
@@ -341,8 +309,7 @@ class Worker:
 
     def _deliver(self, outcome: EngineOutcome) -> None:
         self.legs.deliver(outcome)
-        if self.preempted_kv is not None:
-            self.preempted_kv.deliver(outcome)
+        self.kv.deliver(outcome)
         self._publish_kv_events()
         self._notifier.changed()
 
@@ -375,9 +342,7 @@ class Worker:
                 log.warning("command_ignored", kind=command.kind.value)
 
     async def _clear_tenant(self, tenant_salt: bytes) -> None:
-        layout = self.layout
-        root = chain_tenant(layout.model_fingerprint, tenant_salt, layout.block_size_tokens)
-        await clear_tenant(self.pool, self.tiers, root)
+        await self.kv.clear_tenant(tenant_salt)
         self._publish_kv_events()
 
     async def _warm_link(self, peer: WorkerRef) -> None:
@@ -398,17 +363,7 @@ class Worker:
         self.tasks.start(self._draft_costs.run(), name="worker-draft-costs")
         if self.publisher is not None:
             self.tasks.start(self.publisher.run(), name="worker-kv-events")
-        for copy_out, tier in zip(self._copies_out, self.tiers, strict=True):
-            self.tasks.start(self._copy_out(copy_out, tier), name=f"worker-copy-out-{tier.tier.value}")
-
-    def _current_costs(self) -> StepCostModel | None:
-        return self._costs.costs
-
-    async def _copy_out(self, copy_out: CopyOut, tier: HostTier | DiskTier) -> None:
-        """Measure a tier, then copy idle blocks into it until this task is cancelled."""
-        await tier.measure(self.pool.num_blocks)
-        self._notifier.changed()
-        await copy_out.run()
+        self.kv.start(on_measured=self._notifier.changed)
 
     async def _announce(self) -> None:
         """Keep the worker listed as a member while this task runs."""
@@ -433,8 +388,7 @@ class Worker:
         self.sessions.close()
         engine.cancel()
         await asyncio.wait((engine,))
-        if self.prefetches is not None:
-            self.prefetches.close()
+        self.kv.close()
         await self.reader.aclose()
         await self.owner.aclose()
         await self.tasks.aclose()

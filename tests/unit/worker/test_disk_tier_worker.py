@@ -25,7 +25,7 @@ ALL_CACHED = NUM_BLOCKS * BLOCK
 
 
 def disk_of(node: Node) -> DiskTier:
-    (tier,) = (each for each in node.worker.tiers if isinstance(each, DiskTier))
+    (tier,) = (each for each in node.worker.kv.tiers if isinstance(each, DiskTier))
     return tier
 
 
@@ -77,7 +77,7 @@ async def test_a_prefix_on_host_and_disk_comes_from_both() -> None:
     async with cluster() as simulated:
         host = await start(simulated, host_kv_memory=4 * MIB, num_blocks=24)
         await answered(host, 0)
-        tier, disk = host.node.worker.tiers
+        tier, disk = host.node.worker.kv.tiers
         for block_hash in list(tier.slots.all_hashes())[1::2]:
             tier.discard(block_hash)
         assert disk.counts().held > tier.counts().held > 0
@@ -162,12 +162,24 @@ async def test_erased_content_is_gone_on_all_tiers_and_after_a_restart() -> None
         root = tenant_root(
             model_fingerprint=layout.model_fingerprint, cache_salt=b"tenant-b" * 2, block_size_tokens=BLOCK
         )
-        assert await clear_tenant(host.node.pool, host.node.worker.tiers, root) >= 4 * NUM_BLOCKS
+        assert await clear_tenant(host.node.pool, host.node.worker.kv.tiers, root) >= 4 * NUM_BLOCKS
         assert await host.answer(0, cache_salt=b"tenant-a" * 2) == {Tier.DEVICE.value: ALL_CACHED}
         assert await host.answer(0, cache_salt=b"tenant-b" * 2) == {}
         again = await restarted(simulated)
         assert await again.answer(0, cache_salt=b"tenant-b" * 2 + b"client") == {}
         await simulated.until_clean()
+
+
+@virtual
+async def test_the_disk_keeps_no_owners_of_its_content() -> None:
+    """Its slots are many, and each request without a session is an owner."""
+    async with cluster() as simulated:
+        host = await start(simulated, host_kv_memory=4 * MIB)
+        await answered(host, 0)
+        tier, disk = host.node.worker.kv.tiers
+        uses = [{block.use.owner for block in each.slots._content.values()} for each in (tier, disk)]
+        assert None not in uses[0]
+        assert uses[1] == {None}
 
 
 @virtual

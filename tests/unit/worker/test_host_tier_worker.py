@@ -36,7 +36,7 @@ class Host:
 
     def __init__(self, simulated: Cluster, node: Node, gateway: Gateway) -> None:
         self.cluster, self.node, self.gateway = simulated, node, gateway
-        self.tier, self.reloads = next(iter(node.worker.tiers), None), node.worker.reloads
+        self.tier, self.reloads = next(iter(node.worker.kv.tiers), None), node.worker.kv.reloads
         self._num_sent = 0
 
     def send(self, prompt: int, **changes: object) -> DecodeJob:
@@ -247,8 +247,8 @@ async def test_a_decode_worker_does_not_pull_what_it_has_reloaded() -> None:
             deltas = await workers.to_d.ended(decode.job)
             assert workers.to_d.tokens(decode.job) == expected_tokens(decode)
             await asyncio.sleep(1)
-        assert workers.d.worker.reloads is not None
-        assert workers.d.worker.reloads.totals.reloads == 1
+        assert workers.d.worker.kv.reloads is not None
+        assert workers.d.worker.kv.reloads.totals.reloads == 1
         timeline = deltas[-1].timeline
         assert timeline is not None
         assert timeline.num_cached_tokens > 0

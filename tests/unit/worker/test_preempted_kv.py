@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import Reason
+from baton.core.kv.block_hash import NO_HASH
 from baton.core.messages.jobs import Cancel, DecodeJob
 from baton.core.request import Sampling
 from baton.engine.tiers.way_back import WayBack
@@ -27,7 +28,7 @@ NUM_BLOCKS = 60
 async def started(simulated: Cluster, **changes: object) -> Host:
     """Start a worker that copies nothing but the blocks of preempted sequences."""
     host = await start(simulated, **({"num_blocks": NUM_BLOCKS} | changes))
-    (copy_out,) = host.node.worker._copies_out
+    (copy_out,) = host.node.worker.kv.copies_out
     copy_out._is_worth_copying = lambda **_: False
     return host
 
@@ -55,12 +56,14 @@ async def test_what_a_preempted_sequence_has_lost_is_reloaded(kv_windows: tuple[
     async with cluster() as simulated:
         host = await started(simulated, kv_windows=kv_windows, num_blocks=NUM_BLOCKS + 12 * (len(kv_windows) - 1))
         await assert_answered(host, send(host))
-        counters, totals = host.node.worker.engine.counters, host.node.worker.preempted_kv.totals
+        counters, totals = host.node.worker.engine.counters, host.node.worker.kv.preempted_kv.totals
         assert counters.preemptions > 0
         assert totals.chosen == {WayBack.RECOMPUTE: 0, WayBack.RELOAD: counters.preemptions}
         assert totals.predicted_s[WayBack.RELOAD] < totals.predicted_s[WayBack.RECOMPUTE]
         assert host.reloads.totals.reloaded_tokens > 0
         assert counters.recomputed_tokens <= BLOCK * counters.preemptions, "only tokens of partial blocks"
+        pool = host.node.pool
+        assert NO_HASH not in {pool.tenant_of(each) for each in pool.hashes()}
         await simulated.until_clean()
 
 
@@ -81,7 +84,7 @@ async def test_it_is_computed_if_copies_are_predicted_to_be_slower() -> None:
         await asyncio.sleep(1)
         host.tier.store_s = lambda num_blocks: 1.0 * num_blocks
         await assert_answered(host, send(host))
-        counters, totals = host.node.worker.engine.counters, host.node.worker.preempted_kv.totals
+        counters, totals = host.node.worker.engine.counters, host.node.worker.kv.preempted_kv.totals
         assert totals.chosen == {WayBack.RECOMPUTE: counters.preemptions, WayBack.RELOAD: 0}
         assert host.tier.totals.stored_blocks == 0
         assert counters.recomputed_tokens > 4 * BLOCK * counters.preemptions > 0

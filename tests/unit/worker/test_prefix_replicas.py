@@ -37,9 +37,10 @@ async def test_pulled_prefix_is_announced_although_no_prompt_follows() -> None:
         await workers.hold()
         puller = PrefixPuller(engine=workers.p.worker.engine, reader=workers.p.worker.reader, costs=lambda: None)
         known = hashes(workers, PROMPT)
-        await puller.pull(workers.source(), known)
+        await puller.pull(workers.source(), known, tenant_root=b"t" * 16)
         assert set(workers.p.pool.announced_hashes()) == {known[7], known[15], known[NUM_BLOCKS - 1]}
         assert workers.p.worker.report(1, ()).announce_every == 8
+        assert {workers.p.pool.tenant_of(each) for each in known[:NUM_BLOCKS]} == {b"t" * 16}
 
 
 def num_cached(workers: Trio, prompt: bytes) -> int:

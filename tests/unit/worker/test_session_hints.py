@@ -1,13 +1,14 @@
 """Hints of requests at a worker: retention, early copies, and reloads before announced turns."""
 
 import asyncio
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.kv.block_hash import token_ids
+from baton.core.kv.block_hash import NO_HASH, token_ids
 from baton.core.kv.kv_events import Tier
 from baton.core.request import Sampling, SessionHints
 from baton.worker.tiers import copy_out
@@ -73,7 +74,7 @@ async def test_retained_prompt_survives_a_flood(kv_eviction: str) -> None:
         kept = await client(simulated, kv_eviction=kv_eviction, kv_retain_memory=budget)
         await kept.send(0, retain_s=60.0)
         await kept.flood()
-        assert kept.worker.retention.device.num_retained == NUM_BLOCKS + 1
+        assert kept.worker.kv.retention.device.num_retained == NUM_BLOCKS + 1
         registry = CollectorRegistry()
         WorkerMetrics(registry).refresh(kept.worker)
         assert registry.get_sample_value("baton_kv_retained_blocks", {"tier": "device"}) == NUM_BLOCKS + 1
@@ -93,21 +94,27 @@ async def test_without_a_budget_nothing_is_retained() -> None:
         assert await lost.send(0) == {}
 
 
+@pytest.mark.parametrize(
+    "tier",
+    [{"host_kv_memory": 4 * MIB}, {"disk_kv": Path("disk"), "disk_kv_size": 4 * MIB}],
+    ids=["host", "disk"],
+)
 @virtual
-async def test_announced_turn_finds_its_prefix_on_the_device() -> None:
+async def test_announced_turn_finds_its_prefix_on_the_device(tier: dict[str, Any]) -> None:
     """It was copied out, evicted, and is reloaded before the turn comes."""
     async with cluster() as simulated:
-        one = await client(simulated, host_kv_memory=4 * MIB, kv_retain_memory=4 * MIB)
+        one = await client(simulated, kv_retain_memory=4 * MIB, **tier)
         await one.send(0, session="s", next_in_s=30.0)
         await one.flood()
-        assert one.worker.pool.find(one.worker.tiers[0].slots.hash_of(0)) is None
+        assert one.worker.pool.find(one.worker.kv.tiers[0].slots.hash_of(0)) is None
         await asyncio.sleep(27.8)
-        prefetches = one.worker.prefetches
+        prefetches = one.worker.kv.prefetches
         assert (prefetches.totals.started, len(prefetches)) == (1, 0)
-        before = one.worker.reloads.totals.reloads
+        before = one.worker.kv.reloads.totals.reloads
         assert before == 1
+        assert NO_HASH not in {one.worker.pool.tenant_of(each) for each in one.worker.pool.hashes()}
         assert await one.send(0, session="s") == {Tier.DEVICE.value: NUM_BLOCKS * BLOCK}
-        assert one.worker.reloads.totals.reloads == before
+        assert one.worker.kv.reloads.totals.reloads == before
         await simulated.until_clean()
 
 
@@ -121,7 +128,7 @@ async def test_turn_that_comes_early_reloads_its_prefix_itself() -> None:
         assert cached[Tier.HOST.value] > 0
         assert sum(cached.values()) == NUM_BLOCKS * BLOCK
         await asyncio.sleep(40.0)
-        totals = one.worker.prefetches.totals
+        totals = one.worker.kv.prefetches.totals
         assert (totals.started, totals.early, totals.refused) == (0, 1, 0)
         registry = CollectorRegistry()
         WorkerMetrics(registry).refresh(one.worker)
@@ -137,7 +144,7 @@ async def test_announced_turns_take_at_most_the_budget() -> None:
         for number in range(3):
             await one.send(number, session=f"s{number}", next_in_s=30.0)
         await one.send(3, session="s3", tenant="other", next_in_s=30.0)
-        assert (len(one.worker.prefetches), one.worker.prefetches.totals.refused) == (3, 1)
+        assert (len(one.worker.kv.prefetches), one.worker.kv.prefetches.totals.refused) == (3, 1)
         await one.flood()
         await asyncio.sleep(28.0)
         cached = [sum((await one.send(number)).values()) // BLOCK for number in range(2)]
@@ -152,9 +159,9 @@ async def test_content_of_an_announced_turn_is_copied_at_once(monkeypatch: pytes
     async with cluster() as simulated:
         one = await client(simulated, host_kv_memory=4 * MIB)
         await one.send(0, session="s")
-        assert one.worker.tiers[0].counts().held == 0
+        assert one.worker.kv.tiers[0].counts().held == 0
         await one.send(1, session="s", next_in_s=30.0)
-        assert one.worker.tiers[0].counts().held == NUM_BLOCKS + 1
+        assert one.worker.kv.tiers[0].counts().held == NUM_BLOCKS + 1
 
 
 @virtual

@@ -20,6 +20,7 @@ from baton.core.request import SessionHints
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.retention.content_owner import ContentOwner
 from baton.engine.retention.content_owners import OwnedRequest
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import EngineOutcome, PreemptedSequence, ReturningSequence
@@ -280,9 +281,13 @@ class World:
 
     def reload(self) -> None:
         if self.rng.random() < 0.5:
-            self.calls.append(asyncio.ensure_future(self.reloads.reload(self.chain())))
+            self.calls.append(asyncio.ensure_future(self.reloads.reload(self.chain(), b"t" * 16, self.owner())))
         else:
-            self.reloads.start(self.chain())
+            self.reloads.start(self.chain(), b"t" * 16, self.owner())
+
+    def owner(self) -> ContentOwner | None:
+        """Return the owner of a request that runs, if there is one."""
+        return self.rng.choice(self.sequences)[1].owner if self.sequences else None
 
     def returned(self, _: int) -> None:
         self.num_returned += 1
@@ -294,7 +299,8 @@ class World:
 
     def come_back(self) -> None:
         self.num_returning += 1
-        self.preempted_kv.deliver(EngineOutcome(returns=(ReturningSequence(key=0, hashes=tuple(self.chain())),)))
+        returning = ReturningSequence(key=0, hashes=tuple(self.chain()), tenant_root=b"t" * 16, owner=self.owner())
+        self.preempted_kv.deliver(EngineOutcome(returns=(returning,)))
 
     def spoil(self) -> None:
         """Find that content of the tier is wrong, and withdraw it."""

@@ -316,7 +316,11 @@ class ComputingLeg(Leg):
 
     async def _pull_prefix(self, source: PrefixSource) -> None:
         await self._parts.prefixes.pull(
-            source, self._usable_hashes, cache_salt=self._job.cache_salt, trace_context=self._job.trace_context
+            source,
+            self._usable_hashes,
+            cache_salt=self._job.cache_salt,
+            tenant_root=self._tenant_root,
+            trace_context=self._job.trace_context,
         )
 
     def _join_queue(self) -> None:

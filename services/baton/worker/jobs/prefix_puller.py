@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.errors import Failure, Refused
-from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.messages.jobs import PrefixSource
 from baton.core.messages.peer_messages import HashRange
@@ -58,13 +58,20 @@ class PrefixPuller:
         self._running: dict[BlockHash, _RunningPull] = {}  # by the first missing block
 
     async def pull(
-        self, source: PrefixSource, hashes: Sequence[BlockHash], *, cache_salt: bytes = b"", trace_context: str = ""
+        self,
+        source: PrefixSource,
+        hashes: Sequence[BlockHash],
+        *,
+        cache_salt: bytes = b"",
+        tenant_root: BlockHash = NO_HASH,
+        trace_context: str = "",
     ) -> None:
         """Pull the leading blocks of a prompt into the prefix cache.
 
         Returns when the available blocks are cached, when the pull fails, or after the time limit. If another
-        pull already fetches the first missing block, it waits for that pull. `hashes`: of the prompt's
-        leading blocks.
+        pull already fetches the first missing block, it waits for that pull.
+
+        hashes: of the prompt's leading blocks. tenant_root: of the tenant whose prompt it is
         """
         wanted = tuple(hashes[: source.num_blocks])
         needed = hashes_of_prefix(wanted, self._pool.windows)
@@ -73,7 +80,8 @@ class PrefixPuller:
             async with asyncio.timeout(limit_s):
                 while (running := self._running_pull(needed)) is not None:
                     await running.ended.wait()
-                await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt), needed, trace_context)
+                asked = HashRange(hashes=wanted, cache_salt=cache_salt)
+                await self._pull(source, asked, needed, tenant_root, trace_context)
         except TimeoutError:
             log.info("prefix_pull_timed_out", source=str(source.worker), num_blocks=len(wanted), limit_s=limit_s)
         except Refused as refused:
@@ -86,7 +94,12 @@ class PrefixPuller:
         return self._running.get(needed[num_held]) if num_held < len(needed) else None
 
     async def _pull(
-        self, source: PrefixSource, wanted: HashRange, needed: Sequence[BlockHash], trace_context: str
+        self,
+        source: PrefixSource,
+        wanted: HashRange,
+        needed: Sequence[BlockHash],
+        tenant_root: BlockHash,
+        trace_context: str,
     ) -> None:
         """Raise Refused if the pull fails. Blocks that were received until then stay in the cache.
 
@@ -103,7 +116,7 @@ class PrefixPuller:
                 return
             await self._pull_missing(source, wanted, needed[len(held)], len(held), num_missing, trace_context)
         finally:
-            self._pool.announce(wanted.hashes, 0, len(wanted.hashes), is_end=True)
+            self._pool.announce(wanted.hashes, 0, len(wanted.hashes), is_end=True, tenant_root=tenant_root)
             self._pool.unref(held)
 
     async def _pull_missing(

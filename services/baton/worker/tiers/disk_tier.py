@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -11,6 +12,7 @@ from baton.core.cluster.worker_report import TierReport
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
+from baton.engine.retention.content_owner import NO_USE
 from baton.engine.tiers.copy_policy import COPY_BYTES
 from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
@@ -62,7 +64,8 @@ class DiskTier:
     """Implements `KvTier` over a file. Peers do not read it.
 
     Blocks pass through rows of a staging buffer: some are for stores, the others for loads. A load that finds
-    a defect drops the content, counts it, and ends there.
+    a defect drops the content, counts it, and ends there. Owners of content do not matter for its eviction,
+    and are not kept: a disk has far more slots than there are requests in memory.
     """
 
     tier = Tier.DISK
@@ -195,7 +198,7 @@ class DiskTier:
         began_s = loop.time()
         if began_s < self._store_after_s:
             return 0
-        filling = self.slots.begin_fill(blocks)
+        filling = self.slots.begin_fill([replace(block, use=NO_USE) for block in blocks])
         if not filling:
             return 0
         rows, num_bytes = self._store_rows[: len(filling)], len(filling) * self.block_bytes
