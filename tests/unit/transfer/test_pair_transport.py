@@ -8,8 +8,8 @@ import pytest
 from baton.core.ids import ReadId
 from baton.transfer.backends.first_reads import MAX_ALONE_S, FirstReads
 from baton.transfer.backends.host_memory import host_id
+from baton.transfer.backends.nixl.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind, ucx_environment
 from baton.transfer.backends.nixl.ucx import UcxLog
-from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind, ucx_environment
 
 TABLE = """\
 [1.0] [vm:1:0]   | rd {}-node cfg#1                                                        |

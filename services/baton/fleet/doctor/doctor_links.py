@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
 from baton.runtime.child.process_pair import ProcessPairFailed, run_pair
-from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT
+from baton.transfer.backends.nixl.pair_transport import UNKNOWN_TRANSPORT
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 MEASURE_TIMEOUT_S = 60.0

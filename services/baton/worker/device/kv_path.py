@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from baton.runtime.child.process_pair import ProcessPairFailed, run_pair
 from baton.runtime.child.verdict_cache import VerdictCache
 from baton.runtime.logging import get_logger
-from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, ucx_environment
+from baton.transfer.backends.nixl.pair_transport import UNKNOWN_TRANSPORT, ucx_environment
 
 log = get_logger(__name__)
 

@@ -25,8 +25,8 @@ from baton.transfer.backends.nixl import ucx
 from baton.transfer.backends.nixl.nixl_agent import new_agent
 from baton.transfer.backends.nixl.nixl_memory import SEGMENTS, register
 from baton.transfer.backends.nixl.nixl_thread import NixlPeer, NixlThread
+from baton.transfer.backends.nixl.pair_transport import ucx_environment
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
-from baton.transfer.backends.pair_transport import ucx_environment
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
 
 log = get_logger(__name__)

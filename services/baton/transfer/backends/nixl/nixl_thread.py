@@ -28,8 +28,8 @@ from baton.transfer.backends.first_reads import FirstReads
 from baton.transfer.backends.generation_cells import GenerationCells
 from baton.transfer.backends.nixl import nixl_errors
 from baton.transfer.backends.nixl.nixl_memory import HOST_SEGMENT, Segment, memory_kind_of, prepare_read, register
+from baton.transfer.backends.nixl.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind
 from baton.transfer.backends.nixl.ucx import UcxLog
-from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind
 
 log = get_logger(__name__)
 
