@@ -21,7 +21,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_health": ("baton.rpc",),
     "grpc_reflection": ("baton.rpc",),
     "redis": ("baton.store",),
-    "nixl": ("baton.transfer.backends.nixl.nixl_memory",),
+    "nixl": ("baton.transfer.backends.nixl",),
     "ray": ("baton.fleet",),
     "fastokens": ("baton.gateway.text.text_encoder",),
     "llguidance": ("baton.engine.constraints", "baton.gateway.grammar_checks"),

@@ -145,9 +145,9 @@ class WorkerMetrics:
                 self._raise_to(self.tier.preemptions_by_way.labels(way.value), number)
             for way, seconds in kv.preempted_kv.totals.predicted_s.items():
                 self._raise_to(self.tier.predicted_way_back_s.labels(way.value), seconds)
-        for kind, order in ((Tier.DEVICE, kv.retention.device), (Tier.HOST, kv.retention.host)):
+        for of_tier, order in ((Tier.DEVICE, kv.retention.device), (Tier.HOST, kv.retention.host)):
             if order is not None:
-                self.engine.retained_blocks.labels(kind.value).set(order.num_retained)
+                self.engine.retained_blocks.labels(of_tier.value).set(order.num_retained)
         if kv.prefetches is not None:
             for outcome in ("started", "early", "refused"):
                 self._raise_to(self.tier.prefetches.labels(outcome), getattr(kv.prefetches.totals, outcome))
