@@ -150,7 +150,11 @@ class DiskTier:
         await self._calls.to_its_end(self._load(hashes, None) if hashes else self._probe())
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
-        return await self._calls.to_its_end(self._store_all(blocks))
+        if asyncio.get_running_loop().time() < self._store_after_s:
+            return 0
+        # Now, so that content that is discarded from now on is dropped, also while its copy waits for its turn.
+        filling = self.slots.begin_fill([replace(block, use=NO_USE) for block in blocks])
+        return await self._calls.to_its_end(self._store_all(filling)) if filling else 0
 
     async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
         return await self._calls.to_its_end(self._load(hashes, block_ids))
@@ -186,21 +190,16 @@ class DiskTier:
 
     # -- stores ----------------------------------------------------------------------------------------------------
 
-    async def _store_all(self, blocks: Sequence[BlockToStore]) -> int:
-        num_stored, at_once = 0, len(self._store_rows)
-        for first in range(0, len(blocks), at_once):
+    async def _store_all(self, filling: Mapping[int, BlockToStore]) -> int:
+        num_stored, at_once, slots = 0, len(self._store_rows), list(filling)
+        for first in range(0, len(slots), at_once):
             async with self._store_turn:
-                num_stored += await self._store_some(blocks[first : first + at_once])
+                num_stored += await self._store_some({slot: filling[slot] for slot in slots[first : first + at_once]})
         return num_stored
 
-    async def _store_some(self, blocks: Sequence[BlockToStore]) -> int:
+    async def _store_some(self, filling: Mapping[int, BlockToStore]) -> int:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        if began_s < self._store_after_s:
-            return 0
-        filling = self.slots.begin_fill([replace(block, use=NO_USE) for block in blocks])
-        if not filling:
-            return 0
         rows, num_bytes = self._store_rows[: len(filling)], len(filling) * self.block_bytes
         is_complete = False
         try:

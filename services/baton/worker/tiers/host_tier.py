@@ -1,6 +1,6 @@
 """`HostTier`: the KV blocks that a worker keeps in host memory, which its peers may read, too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,7 +112,8 @@ class HostTier:
             await self._calls.to_its_end(self._copy(self._copies.to_host, range(count), range(count), speed))
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
-        return await self._calls.to_its_end(self._store(blocks))
+        filling = self.slots.begin_fill(blocks)  # now, so that content that is discarded from now on is dropped
+        return await self._calls.to_its_end(self._store(filling)) if filling else 0
 
     async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
         return await self._calls.to_its_end(self._load(hashes, block_ids))
@@ -143,10 +144,7 @@ class HostTier:
 
     # -- internal ----------------------------------------------------------------------------------
 
-    async def _store(self, blocks: Sequence[BlockToStore]) -> int:
-        filling = self.slots.begin_fill(blocks)
-        if not filling:
-            return 0
+    async def _store(self, filling: Mapping[int, BlockToStore]) -> int:
         took_s = await self._copy(
             self._copies.to_host, [block.block_id for block in filling.values()], list(filling), self._store_speed
         )
