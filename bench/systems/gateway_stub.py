@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvloop
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery
@@ -183,6 +184,9 @@ class StubScheduler:
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         return ()
+
+    async def cache_stats(self) -> CacheStats:
+        return CacheStats()
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Do nothing: the stub workers do not report."""

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -173,6 +174,9 @@ class StubScheduler:
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         return self._answer(tenant_salt)  # type: ignore[no-any-return]
+
+    async def cache_stats(self) -> CacheStats:
+        return self._answer("cache_stats")  # type: ignore[no-any-return]
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         assert self._report is not None

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.cluster.cache_stats import CacheStats, CacheUse
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.placement import Placement, Rejection, StillWaiting
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
@@ -50,7 +51,12 @@ async def test_place_returns_the_answer_of_the_scheduler(
 async def test_finished_explain_and_drain_pass_their_arguments(harness: NetworkHarness) -> None:
     service = StubScheduler()
     scheduler = harness.network.scheduler(await harness.add_scheduler(service))
-    actuals = [RequestActuals(decision_id=DecisionId(f"d{n}"), outcome="finished", ttft_s=0.5) for n in range(3)]
+    actuals = [
+        RequestActuals(
+            decision_id=DecisionId(f"d{n}"), outcome="finished", ttft_s=0.5, cached_tokens_by_tier={"host": n}
+        )
+        for n in range(3)
+    ]
     await scheduler.finished(*actuals)
     service.answer = ()
     assert await scheduler.explain(None) == ()
@@ -60,7 +66,15 @@ async def test_finished_explain_and_drain_pass_their_arguments(harness: NetworkH
     assert await scheduler.drain("w0", node_shutting_down=True)
     service.answer = ("w0", "w1")
     assert await scheduler.clear_tenant(b"salt") == ("w0", "w1")
-    assert service.asked == [*actuals, None, b"r", ("w0", False), ("w0", True), b"salt"]
+    service.answer = CacheStats(
+        since_s=2.5,
+        total=CacheUse(num_requests=2, num_prompt_tokens=64, cached_tokens={"host": 32}),
+        workers=(CacheUse(worker_id="w0", num_requests=1, num_prompt_tokens=32),),
+        ceiling_tokens=40.5,
+        sampled_share=0.25,
+    )
+    assert await scheduler.cache_stats() == service.answer
+    assert service.asked == [*actuals, None, b"r", ("w0", False), ("w0", True), b"salt", "cache_stats"]
 
 
 async def test_refusal_and_lost_scheduler_raise_typed_errors(harness: NetworkHarness) -> None:

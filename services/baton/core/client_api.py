@@ -10,8 +10,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
-from baton.core.cluster.worker_report import BlockCounts, LinkReport, TierReport, WorkerReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import (
+    BlockCounts,
+    LinkReport,
+    ReloadCounts,
+    TierReport,
+    WorkerReport,
+    WorkerRole,
+    WorkerState,
+)
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import Source
 from baton.core.kv.block_hash import TokenIds
@@ -256,6 +265,7 @@ class WorkerStatus:
     links: tuple[LinkReport, ...] = ()
     kv_dtype: str = ""
     tiers: tuple[TierReport, ...] = ()
+    reloads: ReloadCounts = field(default_factory=ReloadCounts)
 
     @classmethod
     def of(cls, report: WorkerReport) -> "WorkerStatus":
@@ -280,6 +290,7 @@ class WorkerStatus:
             links=report.links,
             kv_dtype=report.layout.kv_dtype,
             tiers=report.tiers,
+            reloads=report.reloads,
         )
 
 
@@ -326,4 +337,8 @@ class AdminApi(Protocol):
 
         Raises Refused (NOT_FOUND) if no API key belongs to the tenant.
         """
+        ...
+
+    async def cache_stats(self, caller: Caller) -> CacheStats:
+        """Return the cache use of the requests that the schedulers have placed since their start."""
         ...

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -93,6 +94,10 @@ class SchedulerApi(Protocol):
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         """Tell all workers to erase the cached KV of a tenant. Returns their ids."""
+        ...
+
+    async def cache_stats(self) -> CacheStats:
+        """Return the cache use of the requests that this scheduler has placed since its start."""
         ...
 
 

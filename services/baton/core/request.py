@@ -299,6 +299,7 @@ class RequestActuals:
     ttft_s: from the placement query to the client's first token; None if an earlier attempt delivered that
         token.
     tpot_s: mean gap between a sample's tokens in this attempt; None if no sample got two tokens.
+    num_cached_tokens, cached_tokens_by_tier: prompt tokens whose KV was reused, in sum and by cache tier.
     """
 
     decision_id: DecisionId
@@ -308,3 +309,4 @@ class RequestActuals:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     legs: tuple[LegTimeline, ...] = ()
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)

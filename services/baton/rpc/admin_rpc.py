@@ -6,6 +6,7 @@ from typing import Any
 import grpc.aio
 
 from baton.core.client_api import AdminApi, ClusterStatus
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.rpc import grpc_status
 from baton.rpc.gates.receive_gate import AUTHORIZATION_KEY
@@ -44,6 +45,10 @@ class AdminServicer(pb_grpc.AdminServicer):
             worker_ids = await self._api.clear_tenant(message.tenant, caller_of(context))
             return pb.ClearTenantResponse(worker_ids=worker_ids)
 
+    async def CacheStats(self, message: pb.CacheStatsRequest, context: Context) -> pb.CacheStatsResponse:  # noqa: N802
+        async with client_errors_as_status(context):
+            return convert.to_cache_stats(await self._api.cache_stats(caller_of(context)))
+
 
 class AdminClient:
     """Client of `AdminApi`. Raises Refused like the API, and StreamBroken after `call_s`."""
@@ -70,6 +75,9 @@ class AdminClient:
     async def clear_tenant(self, tenant: str) -> tuple[str, ...]:
         reply = await self._called(self._stub.ClearTenant, pb.ClearTenantRequest(tenant=tenant))
         return tuple(reply.worker_ids)
+
+    async def cache_stats(self) -> CacheStats:
+        return convert.from_cache_stats(await self._called(self._stub.CacheStats, pb.CacheStatsRequest()))
 
     async def _called(self, method: Callable[..., Any], message: Any) -> Any:
         try:

@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -72,6 +73,10 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
         async with grpc_status.errors_as_status(context):
             return pb.ClearTenantReply(worker_ids=await self._service.clear_tenant(message.tenant_salt))
 
+    async def CacheStats(self, message: pb.CacheStatsRequest, context: Context) -> pb.CacheStatsReply:  # noqa: N802
+        async with grpc_status.errors_as_status(context):
+            return convert.to_cache_stats(await self._service.cache_stats())
+
 
 class SchedulerClient:
     """Implements `SchedulerApi` over its own channel pool. Every call takes at most `limit`."""
@@ -111,6 +116,9 @@ class SchedulerClient:
         request = pb.ClearTenantRequest(tenant_salt=tenant_salt)
         reply: pb.ClearTenantReply = await self._called(lambda stub: stub.ClearTenant, request)
         return tuple(reply.worker_ids)
+
+    async def cache_stats(self) -> CacheStats:
+        return convert.from_cache_stats(await self._called(lambda stub: stub.CacheStats, pb.CacheStatsRequest()))
 
     @property
     def is_closed(self) -> bool:

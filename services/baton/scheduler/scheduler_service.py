@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -25,6 +26,7 @@ from baton.runtime.observability.metrics import SchedulerMetrics
 from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
 from baton.scheduler.admission.admission_queue import SCHEDULER_DRAINING, AdmissionQueue, Blocked
 from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.decisions.cache_use import CacheUseCounter
 from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.decisions.decision_recorder import DecisionRecorder
 from baton.scheduler.decisions.decision_records import UnrecordedDecision
@@ -105,6 +107,7 @@ class Scheduler(SchedulerService):
         self.index = PrefixIndex()
         self._missing = MissingPrefixes(self.index.evictions)
         self._sessions = SessionTable()
+        self._cache_use = CacheUseCounter(asyncio.get_running_loop().time())
         self._state = ClusterState(
             silence_s=times.silence_s, reservation_s=times.reservation_s, awake_clock=awake_clock
         )
@@ -224,6 +227,7 @@ class Scheduler(SchedulerService):
         decision = replace(decision, missing=self._missing.explain(decision, now_s))
         if isinstance(answer, Placement):
             decision = replace(decision, session=self._sessions.placed(decision.query, now_s))
+            self._open_placements.set_ceiling(answer.decision_id, self._cache_use.placed(decision))
             self._expect_blocks(decision.query, answer)
             self._placements_made.inc()
         else:
@@ -305,6 +309,7 @@ class Scheduler(SchedulerService):
                 service_s = sum((leg.compute_s or 0.0) + (leg.decode_s or 0.0) for leg in actuals.legs)
                 self._sessions.ended(ended.session, asyncio.get_running_loop().time(), service_s)
             self._accuracy.observe(ended, actuals)
+            self._cache_use.finished(ended, actuals)
             self._queue.wake()
 
     def _abandon(self, answer: Placement | Rejection) -> None:
@@ -350,6 +355,11 @@ class Scheduler(SchedulerService):
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         """Tell all workers to erase the cached KV of a tenant. Returns their ids."""
         return self._workers.clear_tenant(tenant_salt)
+
+    async def cache_stats(self) -> CacheStats:
+        """Return the cache use of the requests that were placed here since the start."""
+        self._deferred.run_pending()
+        return self._cache_use.stats(asyncio.get_running_loop().time())
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         """Receive a worker's reports until its stream ends."""

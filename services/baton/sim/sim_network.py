@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -298,6 +299,9 @@ class SimSchedulerClient(SchedulerApi):
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         return await self._call(lambda scheduler: scheduler.clear_tenant(tenant_salt))
+
+    async def cache_stats(self) -> CacheStats:
+        return await self._call(lambda scheduler: scheduler.cache_stats())
 
     async def watch(self) -> Source[ClusterUpdate]:
         await asyncio.sleep(self._network.draw_delay())

@@ -25,17 +25,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\xba\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07gateway\x18\x03 \x01(\x0b\x32\x11.baton.v1.Process\x12$\n\tscheduler\x18\x04 \x01(\x0b\x32\x11.baton.v1.Process\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\ropen_requests\x18\x06 \x01(\x04\"A\n\x07Process\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x87\x01\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x0f\n\x07landing\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x17\n\x0fheld_for_others\x18\x07 \x01(\x04\"\xbc\x01\n\x04Link\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x16\n\x0einflight_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x04 \x01(\x08\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x12\x11\n\texposed_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64ial_s\x18\t \x01(\x01\"D\n\x08WorkerId\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xd4\x03\n\x0cWorkerStatus\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\r\n\x05model\x18\x06 \x01(\t\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x19\n\x11\x62lock_size_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x0b \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x0c \x01(\x04\x12\x1e\n\x16running_context_tokens\x18\r \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0e \x01(\x04\x12\x1d\n\x05links\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Link\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\x12#\n\x05tiers\x18\x11 \x03(\x0b\x32\x14.baton.v1.TierStatus\"h\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x18\n\x10load_bytes_per_s\x18\x04 \x01(\x01\x12\x15\n\rloading_bytes\x18\x05 \x01(\x04\"8\n\x0e\x45xplainRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_request_id\"=\n\x0f\x45xplainResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnode_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"$\n\x12\x43learTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\")\n\x13\x43learTenantResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x16\n\x12WORKER_ROLE_HYBRID\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1a\n\x16WORKER_STATE_UNHEALTHY\x10\x04\x32\x8a\x02\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12J\n\x0b\x43learTenant\x12\x1c.baton.v1.ClearTenantRequest\x1a\x1d.baton.v1.ClearTenantResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\xba\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07gateway\x18\x03 \x01(\x0b\x32\x11.baton.v1.Process\x12$\n\tscheduler\x18\x04 \x01(\x0b\x32\x11.baton.v1.Process\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\ropen_requests\x18\x06 \x01(\x04\"A\n\x07Process\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x87\x01\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x0f\n\x07landing\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x17\n\x0fheld_for_others\x18\x07 \x01(\x04\"\xbc\x01\n\x04Link\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x16\n\x0einflight_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x04 \x01(\x08\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x12\x11\n\texposed_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64ial_s\x18\t \x01(\x01\"D\n\x08WorkerId\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xfd\x03\n\x0cWorkerStatus\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\r\n\x05model\x18\x06 \x01(\t\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x19\n\x11\x62lock_size_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x0b \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x0c \x01(\x04\x12\x1e\n\x16running_context_tokens\x18\r \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0e \x01(\x04\x12\x1d\n\x05links\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Link\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\x12#\n\x05tiers\x18\x11 \x03(\x0b\x32\x14.baton.v1.TierStatus\x12\'\n\x07reloads\x18\x12 \x01(\x0b\x32\x16.baton.v1.ReloadCounts\"B\n\x0cReloadCounts\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x04\x12\x12\n\nincomplete\x18\x02 \x01(\x04\x12\x0c\n\x04late\x18\x03 \x01(\x04\"h\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x18\n\x10load_bytes_per_s\x18\x04 \x01(\x01\x12\x15\n\rloading_bytes\x18\x05 \x01(\x04\"8\n\x0e\x45xplainRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_request_id\"=\n\x0f\x45xplainResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnode_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"$\n\x12\x43learTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\")\n\x13\x43learTenantResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"\x13\n\x11\x43\x61\x63heStatsRequest\"\x9c\x01\n\x12\x43\x61\x63heStatsResponse\x12\x0f\n\x07since_s\x18\x01 \x01(\x01\x12!\n\x05total\x18\x02 \x01(\x0b\x32\x12.baton.v1.CacheUse\x12#\n\x07workers\x18\x03 \x03(\x0b\x32\x12.baton.v1.CacheUse\x12\x16\n\x0e\x63\x65iling_tokens\x18\x04 \x01(\x01\x12\x15\n\rsampled_share\x18\x05 \x01(\x01\"\xc0\x01\n\x08\x43\x61\x63heUse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12;\n\rcached_tokens\x18\x04 \x03(\x0b\x32$.baton.v1.CacheUse.CachedTokensEntry\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x16\n\x12WORKER_ROLE_HYBRID\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1a\n\x16WORKER_STATE_UNHEALTHY\x10\x04\x32\xd3\x02\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12J\n\x0b\x43learTenant\x12\x1c.baton.v1.ClearTenantRequest\x1a\x1d.baton.v1.ClearTenantResponse\x12G\n\nCacheStats\x12\x1b.baton.v1.CacheStatsRequest\x1a\x1c.baton.v1.CacheStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1588
-  _globals['_WORKERROLE']._serialized_end=1702
-  _globals['_WORKERSTATE']._serialized_start=1705
-  _globals['_WORKERSTATE']._serialized_end=1854
+  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._loaded_options = None
+  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_options = b'8\001'
+  _globals['_WORKERROLE']._serialized_start=2072
+  _globals['_WORKERROLE']._serialized_end=2186
+  _globals['_WORKERSTATE']._serialized_start=2189
+  _globals['_WORKERSTATE']._serialized_end=2338
   _globals['_STATUSREQUEST']._serialized_start=64
   _globals['_STATUSREQUEST']._serialized_end=79
   _globals['_STATUSRESPONSE']._serialized_start=82
@@ -49,21 +51,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERID']._serialized_start=666
   _globals['_WORKERID']._serialized_end=734
   _globals['_WORKERSTATUS']._serialized_start=737
-  _globals['_WORKERSTATUS']._serialized_end=1205
-  _globals['_TIERSTATUS']._serialized_start=1207
-  _globals['_TIERSTATUS']._serialized_end=1311
-  _globals['_EXPLAINREQUEST']._serialized_start=1313
-  _globals['_EXPLAINREQUEST']._serialized_end=1369
-  _globals['_EXPLAINRESPONSE']._serialized_start=1371
-  _globals['_EXPLAINRESPONSE']._serialized_end=1432
-  _globals['_DRAINREQUEST']._serialized_start=1434
-  _globals['_DRAINREQUEST']._serialized_end=1488
-  _globals['_DRAINRESPONSE']._serialized_start=1490
-  _globals['_DRAINRESPONSE']._serialized_end=1505
-  _globals['_CLEARTENANTREQUEST']._serialized_start=1507
-  _globals['_CLEARTENANTREQUEST']._serialized_end=1543
-  _globals['_CLEARTENANTRESPONSE']._serialized_start=1545
-  _globals['_CLEARTENANTRESPONSE']._serialized_end=1586
-  _globals['_ADMIN']._serialized_start=1857
-  _globals['_ADMIN']._serialized_end=2123
+  _globals['_WORKERSTATUS']._serialized_end=1246
+  _globals['_RELOADCOUNTS']._serialized_start=1248
+  _globals['_RELOADCOUNTS']._serialized_end=1314
+  _globals['_TIERSTATUS']._serialized_start=1316
+  _globals['_TIERSTATUS']._serialized_end=1420
+  _globals['_EXPLAINREQUEST']._serialized_start=1422
+  _globals['_EXPLAINREQUEST']._serialized_end=1478
+  _globals['_EXPLAINRESPONSE']._serialized_start=1480
+  _globals['_EXPLAINRESPONSE']._serialized_end=1541
+  _globals['_DRAINREQUEST']._serialized_start=1543
+  _globals['_DRAINREQUEST']._serialized_end=1597
+  _globals['_DRAINRESPONSE']._serialized_start=1599
+  _globals['_DRAINRESPONSE']._serialized_end=1614
+  _globals['_CLEARTENANTREQUEST']._serialized_start=1616
+  _globals['_CLEARTENANTREQUEST']._serialized_end=1652
+  _globals['_CLEARTENANTRESPONSE']._serialized_start=1654
+  _globals['_CLEARTENANTRESPONSE']._serialized_end=1695
+  _globals['_CACHESTATSREQUEST']._serialized_start=1697
+  _globals['_CACHESTATSREQUEST']._serialized_end=1716
+  _globals['_CACHESTATSRESPONSE']._serialized_start=1719
+  _globals['_CACHESTATSRESPONSE']._serialized_end=1875
+  _globals['_CACHEUSE']._serialized_start=1878
+  _globals['_CACHEUSE']._serialized_end=2070
+  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_start=2019
+  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_end=2070
+  _globals['_ADMIN']._serialized_start=2341
+  _globals['_ADMIN']._serialized_end=2680
 # @@protoc_insertion_point(module_scope)

@@ -115,7 +115,7 @@ class WorkerId(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "host", "pid", "role", "state", "model", "blocks", "block_size_tokens", "block_bytes", "waiting_seqs", "waiting_prefill_tokens", "running_seqs", "running_context_tokens", "open_leases", "links", "kv_dtype", "tiers")
+    __slots__ = ("worker", "host", "pid", "role", "state", "model", "blocks", "block_size_tokens", "block_bytes", "waiting_seqs", "waiting_prefill_tokens", "running_seqs", "running_context_tokens", "open_leases", "links", "kv_dtype", "tiers", "reloads")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class WorkerStatus(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    RELOADS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: str
     pid: int
@@ -150,7 +151,18 @@ class WorkerStatus(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[Link]
     kv_dtype: str
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
+    reloads: ReloadCounts
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., reloads: _Optional[_Union[ReloadCounts, _Mapping]] = ...) -> None: ...
+
+class ReloadCounts(_message.Message):
+    __slots__ = ("complete", "incomplete", "late")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    complete: int
+    incomplete: int
+    late: int
+    def __init__(self, complete: _Optional[int] = ..., incomplete: _Optional[int] = ..., late: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "total", "held", "load_bytes_per_s", "loading_bytes")
@@ -201,3 +213,40 @@ class ClearTenantResponse(_message.Message):
     WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CacheStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheStatsResponse(_message.Message):
+    __slots__ = ("since_s", "total", "workers", "ceiling_tokens", "sampled_share")
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CEILING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    since_s: float
+    total: CacheUse
+    workers: _containers.RepeatedCompositeFieldContainer[CacheUse]
+    ceiling_tokens: float
+    sampled_share: float
+    def __init__(self, since_s: _Optional[float] = ..., total: _Optional[_Union[CacheUse, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[CacheUse, _Mapping]]] = ..., ceiling_tokens: _Optional[float] = ..., sampled_share: _Optional[float] = ...) -> None: ...
+
+class CacheUse(_message.Message):
+    __slots__ = ("worker_id", "num_requests", "num_prompt_tokens", "cached_tokens")
+    class CachedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_requests: int
+    num_prompt_tokens: int
+    cached_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, worker_id: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ClearTenantRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ClearTenantResponse.FromString,
                 _registered_method=True)
+        self.CacheStats = channel.unary_unary(
+                '/baton.v1.Admin/CacheStats',
+                request_serializer=baton_dot_v1_dot_admin__pb2.CacheStatsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.CacheStatsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -87,6 +92,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CacheStats(self, request, context):
+        """Returns how many prompt tokens were reused, and how many an infinite cache would have had.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClearTenant,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ClearTenantRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ClearTenantResponse.SerializeToString,
+            ),
+            'CacheStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.CacheStats,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.CacheStatsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.CacheStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Admin:
             '/baton.v1.Admin/ClearTenant',
             baton_dot_v1_dot_admin__pb2.ClearTenantRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ClearTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CacheStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/CacheStats',
+            baton_dot_v1_dot_admin__pb2.CacheStatsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.CacheStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -272,6 +272,7 @@ class Worker:
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
             tiers=self.kv.reports(),
+            reloads=self.kv.reload_counts,
         )
 
     def debug_state(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from baton.core.cluster.worker_report import TierReport
+from baton.core.cluster.worker_report import ReloadCounts, TierReport
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.state.outcome import EngineOutcome
@@ -102,6 +102,11 @@ class WorkerTiers:
             return ()
         loading = self.reloads.num_loading_blocks
         return tuple(tier.report(loading[tier.tier]) for tier in self.tiers)
+
+    @property
+    def reload_counts(self) -> ReloadCounts:
+        """How many reloads there were since the start, by outcome."""
+        return ReloadCounts() if self.reloads is None else self.reloads.totals.counts
 
     async def clear_tenant(self, tenant_salt: bytes) -> None:
         """Erase the cached KV of the tenant with this salt on the device and in all tiers."""

@@ -1,10 +1,11 @@
-"""`baton status`, `explain` and `drain` as processes, against a cluster of processes."""
+"""`baton status`, `explain`, `drain` and `cache stats` as processes, against a cluster of processes."""
 
 import asyncio
 import json
 import socket
 import sys
 from asyncio.subprocess import PIPE
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from tests.cluster import ProcessCluster, process_cluster
 from tests.times import LONG_TIMES
 
+BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
+"""KV of 16 tokens of the demo model: 6 layers, keys and values, 2 heads of size 64, float32."""
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
@@ -70,3 +73,42 @@ async def test_status_explain_and_drain_agree_with_the_cluster() -> None:
         assert await exit_code(cluster, "h0") == 0
         code, _, errors = await baton(cluster, "drain", "h0")
         assert (code, errors) == (1, "baton: no worker 'h0'; the cluster has none\n")
+
+
+async def test_cache_stats_compare_reused_tokens_with_an_infinite_cache() -> None:
+    """A prompt of 100 tokens that is sent three times has six full blocks of 16 to reuse.
+
+    Between its second and its third use other prompts evict it from the device, which has 32 blocks.
+    """
+    emulated = {"device": "emulated", "emulated_costs": "step=1ms"}
+    memory = {"kv_memory": 32 * BLOCK_BYTES, "max_model_len": 400, "kv_eviction": "lru"}
+    settings = {**emulated, **memory, **LONG_TIMES}
+    async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster:
+        others = [[number] * 380 for number in (200, 300)]
+        prompts = [[100] * 100, [100] * 100, *others, [100] * 100]
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+            for prompt in prompts:
+                answer = await client.post(
+                    "/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+                )
+                assert answer.status_code == 200, answer.text
+        async with asyncio.timeout(60):
+            while (found := await cache_stats(cluster))["total"]["num_requests"] < len(prompts):
+                await asyncio.sleep(0.1)
+        (worker,) = found["workers"]
+        assert (worker["worker_id"], worker["use"]) == ("h0", found["total"])
+        assert worker["tiers"][0]["total_slots"] == 32
+        assert found["total"]["prompt_tokens"] == 1060
+        assert found["total"]["tokens"] == {"device": 96, "host": 0, "disk": 0, "computed": 964}
+        assert (found["ceiling"]["cached_tokens"], found["ceiling"]["is_exact"]) == (192, True)
+        code, out, _ = await baton(cluster, "cache", "stats")
+        assert (code, out.splitlines()[-1]) == (
+            0,
+            "reused 9.1% of the prompt tokens; an infinite cache would have reused 18.1%",
+        )
+
+
+async def cache_stats(cluster: ProcessCluster) -> Any:
+    code, out, errors = await baton(cluster, "cache", "stats", "--json")
+    assert code == 0, errors
+    return json.loads(out)

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
 from baton.core.client_api import AdminApi, Caller, ClusterStatus
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.rpc.grpc_server import GrpcServer
@@ -49,6 +50,9 @@ class StubAdminApi(AdminApi):
 
     async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
         return (tenant,)
+
+    async def cache_stats(self, caller: Caller) -> CacheStats:
+        return CacheStats()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`baton status`, `explain` and `drain` with a fake gateway, and without a gateway."""
+"""`baton status`, `explain`, `drain` and `cache` with a fake gateway, and without a gateway."""
 
 import json
 import socket
@@ -14,12 +14,13 @@ from baton.cli.admin import admin_commands, locate_gateway
 from baton.cli.admin.gateway_connection import AdminContext, GatewayAddress, Intervals
 from baton.cli.main import cli, main
 from baton.core.client_api import ClusterStatus, ProcessInfo
+from baton.core.cluster.cache_stats import CacheStats, CacheUse
 from baton.core.cluster.decision_record import DecisionRecord
-from baton.core.cluster.worker_report import WorkerReport
+from baton.core.cluster.worker_report import ReloadCounts, TierReport, WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
 from baton.runtime.process.run_file import RunningCluster
 from baton.sim import virtual_time
-from tests.builders import cluster_status, decision_record, worker_report
+from tests.builders import blocks, cluster_status, decision_record, worker_report
 from tests.free_port import free_port
 
 UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
@@ -36,6 +37,7 @@ class FakeGateway:
         self.drained: list[str] = []
         self.drained_with_node: list[str] = []
         self.cleared: list[str] = []
+        self.cache = CacheStats()
 
     async def status(self) -> ClusterStatus:
         self.num_status_calls += 1
@@ -56,6 +58,9 @@ class FakeGateway:
     async def clear_tenant(self, tenant: str) -> tuple[str, ...]:
         self.cleared.append(tenant)
         return ("d0", "p0")
+
+    async def cache_stats(self) -> CacheStats:
+        return self.cache
 
 
 def admin_context(
@@ -143,6 +148,61 @@ def test_clearing_the_cache_of_a_tenant_names_the_workers() -> None:
     done = run(gateway, "cache", "clear", "--tenant", "search")
     assert done.stdout == "2 workers erase the KV of tenant search: d0, p0\n"
     assert gateway.cleared == ["search"]
+
+
+def cached_gateway(sampled_share: float = 1.0) -> FakeGateway:
+    """A gateway with two workers, of which one has a host tier and was used."""
+    tiered = replace(
+        worker_report("w0", blocks=blocks(total=8, cached=2, used=3)),
+        tiers=(TierReport(tier="host", total=64, held=16),),
+        reloads=ReloadCounts(complete=5, incomplete=1, late=2),
+    )
+    gateway = FakeGateway(cluster_status(tiered, worker_report("w1")))
+    use = CacheUse(worker_id="w0", num_requests=3, num_prompt_tokens=400, cached_tokens={"device": 100, "host": 60})
+    gateway.cache = CacheStats(
+        since_s=9.5, total=CacheUse() + use, workers=(use,), ceiling_tokens=210.0, sampled_share=sampled_share
+    )
+    return gateway
+
+
+def test_cache_stats_show_what_is_held_and_reused() -> None:
+    shown = run(cached_gateway(), "cache", "stats")
+    assert shown.exit_code == 0
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert ["w0", "5", "1", "2"] in rows
+    assert ["all", "3", "400", "25.0%", "15.0%", "0.0%", "60.0%"] in rows
+    assert shown.stdout.splitlines()[-1] == (
+        "reused 40.0% of the prompt tokens; an infinite cache would have reused 52.5%"
+    )
+    sampled = run(cached_gateway(0.25), "cache", "stats")
+    assert "52.5% (estimated from 25.00% of" in " ".join(sampled.stdout.split())
+
+
+def test_cache_stats_as_json() -> None:
+    gateway = cached_gateway()
+    block_bytes = gateway.statuses[0].workers[0].block_bytes  # type: ignore[union-attr]
+    found = json.loads(run(gateway, "cache", "stats", "--json").stdout)
+    first, second = found["workers"]
+    assert first["tiers"] == [
+        {
+            "tier": tier,
+            "total_slots": total,
+            "held_slots": held,
+            "total_bytes": total * block_bytes,
+            "held_bytes": held * block_bytes,
+        }
+        for tier, total, held in (("device", 8, 5), ("host", 64, 16))
+    ]
+    assert first["reloads"] == {"complete": 5, "incomplete": 1, "late": 2}
+    assert first["use"] == found["total"]
+    assert found["total"]["tokens"] == {"device": 100, "host": 60, "disk": 0, "computed": 240}
+    assert second["use"]["shares"]["device"] is None
+    assert found["ceiling"] == {"cached_tokens": 210, "share": 0.525, "is_exact": True, "sampled_share": 1.0}
+
+
+def test_cache_stats_without_requests_say_so() -> None:
+    shown = run(FakeGateway(cluster_status(worker_report())), "cache", "stats")
+    assert shown.stdout.splitlines()[-1] == "no request has completed since the start of the scheduler"
 
 
 def test_drain_here_selects_the_workers_of_this_machine() -> None:

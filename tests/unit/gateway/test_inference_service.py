@@ -287,6 +287,7 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
             await admin(c).clear_tenant("x", ANONYMOUS)
         assert await admin(c).clear_tenant("default", ANONYMOUS) == ("d0", "p0")
         assert c.scheduler.cleared == [b""]
+        assert (await admin(c).cache_stats(ANONYMOUS)).total.num_requests == 1
         c.scheduler.die()
         with pytest.raises(Refused) as refused:
             await admin(c).drain("d0", ANONYMOUS)

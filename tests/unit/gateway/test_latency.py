@@ -70,7 +70,7 @@ async def test_prefill_report_repeated_by_the_decode_worker_counts_once() -> Non
     for _ in range(2):
         delivery.accept(delta(0, 7, timeline=timeline, usage=usage))
     assert delivery.legs == {JOB: [timeline]}
-    assert (delivery.num_cached_tokens, delivery.num_cached_tokens_of(JobId(request_id=b"r", attempt=1))) == (4, 0)
+    assert (delivery.num_cached_tokens, delivery.cached_tokens_of(JobId(request_id=b"r", attempt=1))) == (4, {})
 
 
 @virtual

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.placement import Placement
 from baton.core.errors import StreamBroken
 from baton.gateway.cluster.attempt_errors import WorkerLost
@@ -58,6 +59,10 @@ class StallingScheduler:
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         await self._wait()
         return ()
+
+    async def cache_stats(self) -> CacheStats:
+        await self._wait()
+        return CacheStats()
 
     async def watch(self) -> Any:
         await self._wait()

@@ -5,10 +5,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from baton.core.client_api import Caller, ClusterStatus, GenerateChunk, ModelInfo
+from baton.core.cluster.cache_stats import CacheStats, CacheUse
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.runtime.network.mailbox import Mailbox
+
+CACHE_STATS = CacheStats(
+    since_s=7.5,
+    total=CacheUse(num_requests=3, num_prompt_tokens=300, cached_tokens={"device": 64, "disk": 32}),
+    workers=(CacheUse(worker_id="w0", num_requests=1, num_prompt_tokens=100, cached_tokens={"disk": 32}),),
+    ceiling_tokens=120.5,
+    sampled_share=0.5,
+)
 
 
 class StubGenerateStream:
@@ -93,3 +102,6 @@ class StubAdmin:
     async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
         self.calls.append(tenant)
         return ("w0", "w1")
+
+    async def cache_stats(self, caller: Caller) -> CacheStats:
+        return CACHE_STATS

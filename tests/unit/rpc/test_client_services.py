@@ -34,7 +34,7 @@ from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_r
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests import builders
 from tests.contract.networks import eventually
-from tests.unit.rpc.client_api_stubs import StubAdmin, StubGenerateStream, StubInference
+from tests.unit.rpc.client_api_stubs import CACHE_STATS, StubAdmin, StubGenerateStream, StubInference
 
 BODY = {"prompt": "once upon", "max_tokens": 4, "stream": True, "return_token_ids": True}
 LAST = GenerateChunk(
@@ -399,6 +399,7 @@ async def test_admin_calls_return_values_and_failures(gateway: GatewayServer) ->
         await client.drain("w9")
     assert refused.value.failure.code is Code.NOT_FOUND
     assert await client.clear_tenant("search") == ("w0", "w1")
+    assert await client.cache_stats() == CACHE_STATS
     assert gateway.admin.calls == [None, "req-1", ("w0", True), ("w9", False), "search"]
 
 

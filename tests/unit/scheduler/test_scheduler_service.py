@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,7 +19,7 @@ from baton.core.kv.kv_events import KvSnapshot, Tier
 from baton.core.request import RequestActuals, Slo
 from baton.scheduler.decisions.recent_decisions import MAX_DECISIONS
 from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed
-from tests.builders import blocks, decision_record, hashes_of, query, worker_report
+from tests.builders import blocks, decision_record, hashes_of, layout, query, worker_report
 from tests.unit.scheduler.measured_workers import measured
 from tests.unit.scheduler.running_scheduler import a_scheduler, join, next_command, settle, tpot_slo_of_only_worker
 from tests.unit.worker.virtual_loop import virtual
@@ -175,6 +176,23 @@ async def test_all_workers_get_the_command_to_clear_a_tenant() -> None:
         assert await scheduler.clear_tenant(b"salt") == ("w0", "w1")
         for stream in streams:
             assert await next_command(stream) == WorkerCommand(kind=CommandKind.CLEAR, tenant_salt=b"salt")
+
+
+async def test_cache_use_of_completed_requests_is_compared_with_the_ceiling() -> None:
+    async with a_scheduler() as (scheduler, network):
+        await join(network, worker_report("w0", layout=layout(block_size_tokens=16)))
+        asked = query(num_prompt_tokens=40, block_hashes=(b"a" * 16, b"b" * 16))
+        for number in range(3):
+            placed = await scheduler.place(replace(asked, request_id=bytes([number])))
+            assert isinstance(placed, Placement)
+            actuals = RequestActuals(
+                decision_id=placed.decision_id, outcome="finished", cached_tokens_by_tier={"host": 16 * (number == 2)}
+            )
+            await scheduler.finished(actuals)
+        stats = await scheduler.cache_stats()
+        (use,) = stats.workers
+        assert (use.worker_id, use.num_requests, use.num_prompt_tokens, use.num_cached_tokens) == ("w0", 3, 120, 16)
+        assert stats.ceiling_tokens == 2 * 32
 
 
 async def test_decisions_are_explained_with_outcomes_without_the_store() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from baton.core.client_api import ClusterStatus
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import BatonError, StreamBroken
 from baton.runtime.network.addresses import own_addresses
@@ -31,6 +32,8 @@ class Gateway(Protocol):
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None: ...
 
     async def clear_tenant(self, tenant: str) -> tuple[str, ...]: ...
+
+    async def cache_stats(self) -> CacheStats: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,9 @@ class ReconnectingGateway:
 
     async def clear_tenant(self, tenant: str) -> tuple[str, ...]:
         return await self._call(lambda gateway: gateway.clear_tenant(tenant))
+
+    async def cache_stats(self) -> CacheStats:
+        return await self._call(lambda gateway: gateway.cache_stats())
 
     async def _call(self, call: Callable[[Gateway], Coroutine[Any, Any, T]]) -> T:
         if self._gateway is None:

@@ -1,6 +1,6 @@
 """The status that a worker publishes to every scheduler."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.ids import DecisionId, WorkerRef
@@ -100,6 +100,19 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReloadCounts:
+    """Reloads from slower tiers since the start of a worker.
+
+    incomplete: did not load all blocks.
+    late: jobs that have not waited for the end of a reload, because it took too long.
+    """
+
+    complete: int = 0
+    incomplete: int = 0
+    late: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """One worker's state as it publishes it.
 
@@ -119,7 +132,7 @@ class WorkerReport:
         not known.
     ttft_target_factor, tpot_target_factor: factors of the targets of requests without an SLO
         (`core.step_targets`); 0 if not known.
-    tiers: its slower tiers.
+    tiers, reloads: its slower tiers, and the reloads from them.
     """
 
     worker: WorkerRef
@@ -153,6 +166,7 @@ class WorkerReport:
     tpot_target_factor: float = 0.0
     announce_every: int = 1
     tiers: tuple[TierReport, ...] = ()
+    reloads: ReloadCounts = field(default_factory=ReloadCounts)
 
     @property
     def largest_tier_blocks(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused, StoreUnavailable, StreamBroken
@@ -199,6 +200,13 @@ class SchedulerPool:
         """
         answers = await self._call_all(lambda api: api.clear_tenant(tenant_salt))
         return tuple(sorted({worker_id for worker_ids in answers for worker_id in worker_ids}))
+
+    async def cache_stats(self) -> CacheStats:
+        """Return the cache use of the requests that all schedulers have placed.
+
+        Raises Refused (503) if no scheduler answers.
+        """
+        return CacheStats.merged(await self._call_all(lambda api: api.cache_stats()))
 
     async def run(self) -> None:
         """Discover schedulers, watch one of them and report outcomes, until cancelled."""

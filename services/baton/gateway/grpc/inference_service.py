@@ -19,6 +19,7 @@ from baton.core.client_api import (
     ProcessInfo,
     WorkerStatus,
 )
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds
@@ -253,6 +254,10 @@ class AdminService:
             raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
         log.info("clear_requested", tenant=tenant, key=identity.name)
         return await self._service.schedulers.clear_tenant(salt)
+
+    async def cache_stats(self, caller: Caller) -> CacheStats:
+        self._check(caller)
+        return await self._service.schedulers.cache_stats()
 
     def _check_operator(self, caller: Caller, what: str) -> Identity:
         """Return the caller's identity. Raises Refused unless it is an admin's, or without keys one of this

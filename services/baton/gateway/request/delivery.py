@@ -77,10 +77,10 @@ class Delivery:
         """Sum of `cached_tokens_by_tier`."""
         return sum(self.cached_tokens_by_tier.values())
 
-    def num_cached_tokens_of(self, job: JobId) -> int:
-        """Number of prompt tokens whose KV was reused in one attempt."""
+    def cached_tokens_of(self, job: JobId) -> dict[str, int]:
+        """Prompt tokens whose KV was reused, by cache tier, in one attempt."""
         usage = self.usages.get(job)
-        return sum(usage.num_cached_tokens.values()) if usage else 0
+        return usage.num_cached_tokens if usage else {}
 
     def _record_usage(self, delta: TokenDelta) -> None:
         """Store the reported timeline and usage. A decode worker repeats the report of the prefill worker."""

@@ -335,6 +335,7 @@ class RequestRun:
             return
         delivery = self._delivery
         job = JobId(request_id=self._request.request_id, attempt=self._attempt_number)
+        cached_tokens = delivery.cached_tokens_of(job)
         first_s = delivery.latency.first_s
         has_first_token = first_s is not None and first_s >= self._placement_started_s
         self._services.schedulers.finished(
@@ -344,8 +345,9 @@ class RequestRun:
                 ttft_s=delivery.latency.ttft_s(self._placement_started_s) if has_first_token else None,
                 tpot_s=self._attempt_latency.tpot_s,
                 num_output_tokens=self._attempt_latency.num_tokens,
-                num_cached_tokens=delivery.num_cached_tokens_of(job),
+                num_cached_tokens=sum(cached_tokens.values()),
                 legs=tuple(delivery.legs.get(job, ())),
+                cached_tokens_by_tier=cached_tokens,
             )
         )
 

@@ -22,8 +22,16 @@ from baton.core.client_api import (
     TotalUsage,
     WorkerStatus,
 )
+from baton.core.cluster.cache_stats import CacheStats, CacheUse
 from baton.core.cluster.decision_record import DecisionRecord
-from baton.core.cluster.worker_report import BlockCounts, LinkReport, TierReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import (
+    BlockCounts,
+    LinkReport,
+    ReloadCounts,
+    TierReport,
+    WorkerRole,
+    WorkerState,
+)
 from baton.core.errors import invalid
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import TokenIds, token_ids
@@ -243,6 +251,7 @@ _LINK = MessageMapping(LinkReport, admin_pb2.Link, {"peer": nested(_WORKER_ID.to
 # the public API keeps the name `landing`
 _BLOCKS = MessageMapping(BlockCounts, admin_pb2.BlockCounts, renamed={"receiving": "landing"})
 _TIER = MessageMapping(TierReport, admin_pb2.TierStatus)
+_RELOADS = MessageMapping(ReloadCounts, admin_pb2.ReloadCounts)
 _WORKER = MessageMapping(
     WorkerStatus,
     admin_pb2.WorkerStatus,
@@ -253,6 +262,7 @@ _WORKER = MessageMapping(
         "blocks": nested(_BLOCKS.to_wire, _BLOCKS.from_wire),
         "links": repeated(_LINK.to_wire, _LINK.from_wire),
         "tiers": repeated(_TIER.to_wire, _TIER.from_wire),
+        "reloads": nested(_RELOADS.to_wire, _RELOADS.from_wire),
     },
 )
 _STATUS = MessageMapping(
@@ -266,6 +276,18 @@ _STATUS = MessageMapping(
 )
 
 to_status, from_status = _STATUS.to_wire, _STATUS.from_wire
+
+_CACHE_USE = MessageMapping(CacheUse, admin_pb2.CacheUse, {"cached_tokens": nested(dict, dict)})
+_CACHE_STATS = MessageMapping(
+    CacheStats,
+    admin_pb2.CacheStatsResponse,
+    {
+        "total": nested(_CACHE_USE.to_wire, _CACHE_USE.from_wire),
+        "workers": repeated(_CACHE_USE.to_wire, _CACHE_USE.from_wire),
+    },
+)
+
+to_cache_stats, from_cache_stats = _CACHE_STATS.to_wire, _CACHE_STATS.from_wire
 
 
 def to_explain_response(records: tuple[DecisionRecord, ...]) -> admin_pb2.ExplainResponse:

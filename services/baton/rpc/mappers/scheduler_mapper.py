@@ -2,11 +2,20 @@
 
 import json
 
+from baton.core.cluster.cache_stats import CacheStats, CacheUse
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason, SessionTurn
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
-from baton.core.cluster.worker_report import BlockCounts, LinkReport, TierReport, WorkerReport, WorkerRole, WorkerState
+from baton.core.cluster.worker_report import (
+    BlockCounts,
+    LinkReport,
+    ReloadCounts,
+    TierReport,
+    WorkerReport,
+    WorkerRole,
+    WorkerState,
+)
 from baton.core.errors import invalid
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals, Slo
@@ -94,7 +103,12 @@ def from_place_reply(message: pb.PlaceReply) -> Placement | Rejection | StillWai
 _ACTUALS = MessageMapping(
     RequestActuals,
     pb.RequestActuals,
-    {"decision_id": _NAME, "outcome": _NAME, "legs": repeated(c.to_leg_timeline, c.from_leg_timeline)},
+    {
+        "decision_id": _NAME,
+        "outcome": _NAME,
+        "legs": repeated(c.to_leg_timeline, c.from_leg_timeline),
+        "cached_tokens_by_tier": _COUNTS,
+    },
 )
 
 to_request_actuals, from_request_actuals = _ACTUALS.to_wire, _ACTUALS.from_wire
@@ -122,6 +136,7 @@ _LINK = MessageMapping(
     },
 )
 _TIER = MessageMapping(TierReport, pb.TierReport, {"tier": _NAME})
+_RELOADS = MessageMapping(ReloadCounts, pb.ReloadCounts)
 _REPORT = MessageMapping(
     WorkerReport,
     pb.WorkerReport,
@@ -135,6 +150,7 @@ _REPORT = MessageMapping(
         "host": _NAME,
         "links": repeated(_LINK.to_wire, _LINK.from_wire),
         "tiers": repeated(_TIER.to_wire, _TIER.from_wire),
+        "reloads": nested(_RELOADS.to_wire, _RELOADS.from_wire),
         "counted_decision_ids": repeated(str, lambda value: DecisionId(c.name(value, "decision_id"))),
         "costs": nested(_COSTS.to_wire, _from_step_costs, optional=True),
         "mean_output_tokens": _AMOUNT,
@@ -212,3 +228,18 @@ _RECORD = MessageMapping(
 )
 
 to_decision_record, from_decision_record = _RECORD.to_wire, _RECORD.from_wire
+
+_CACHE_USE = MessageMapping(CacheUse, pb.CacheUse, {"worker_id": _NAME, "cached_tokens": _COUNTS})
+_CACHE_STATS = MessageMapping(
+    CacheStats,
+    pb.CacheStatsReply,
+    {
+        "since_s": _SECONDS,
+        "total": nested(_CACHE_USE.to_wire, _CACHE_USE.from_wire),
+        "workers": repeated(_CACHE_USE.to_wire, _CACHE_USE.from_wire),
+        "ceiling_tokens": _AMOUNT,
+        "sampled_share": checked(c.share),
+    },
+)
+
+to_cache_stats, from_cache_stats = _CACHE_STATS.to_wire, _CACHE_STATS.from_wire

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -209,6 +210,9 @@ class _SchedulerCalls:
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         return await self._call(lambda service: service.clear_tenant(tenant_salt))
+
+    async def cache_stats(self) -> CacheStats:
+        return await self._call(lambda service: service.cache_stats())
 
     async def _call(self, call: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
         """Run a call in its own task, which `InProcessNetwork.remove` can break."""

@@ -1,5 +1,6 @@
 """Traces the calls that place requests, as children of the request's span."""
 
+from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -49,6 +50,9 @@ class TracedScheduler(SchedulerService):
 
     async def clear_tenant(self, tenant_salt: bytes) -> tuple[str, ...]:
         return await self._inner.clear_tenant(tenant_salt)
+
+    async def cache_stats(self) -> CacheStats:
+        return await self._inner.cache_stats()
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         await self._inner.report(stream)

@@ -16,11 +16,15 @@ MAX_OPEN_PLACEMENTS = 65_536
 
 
 class OpenPlacement(NamedTuple):
-    """A placement whose request has not ended."""
+    """A placement whose request has not ended.
+
+    ceiling_tokens: prompt tokens that an infinite cache would have had when it was placed.
+    """
 
     placement: Placement
     num_prompt_tokens: int
     session: SessionKey | None = None
+    ceiling_tokens: float = 0.0
 
     @property
     def overlap_blocks(self) -> int:
@@ -53,6 +57,12 @@ class OpenPlacements:
         self._reserve_bytes()
         self._open[placement.decision_id] = OpenPlacement(placement, query.num_prompt_tokens, session_of_query(query))
         self._state.reserve(placement.decision_id, query, placement, now_s)
+
+    def set_ceiling(self, decision_id: DecisionId, ceiling_tokens: float) -> None:
+        """Set the `ceiling_tokens` of a placement, unless it has ended."""
+        placed = self._open.get(decision_id)
+        if placed is not None:
+            self._open[decision_id] = placed._replace(ceiling_tokens=ceiling_tokens)
 
     def release(self, decision_id: DecisionId) -> OpenPlacement | None:
         """End what a placement has reserved. Returns None if it has ended before."""

@@ -168,7 +168,14 @@ class Rejection(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FailureReason, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., term: _Optional[str] = ..., predicted_s: _Optional[float] = ..., limit_s: _Optional[float] = ...) -> None: ...
 
 class RequestActuals(_message.Message):
-    __slots__ = ("decision_id", "outcome", "ttft_s", "tpot_s", "num_output_tokens", "num_cached_tokens", "legs")
+    __slots__ = ("decision_id", "outcome", "ttft_s", "tpot_s", "num_output_tokens", "num_cached_tokens", "legs", "cached_tokens_by_tier")
+    class CachedTokensByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     DECISION_ID_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +183,7 @@ class RequestActuals(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEGS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     outcome: str
     ttft_s: float
@@ -183,7 +191,8 @@ class RequestActuals(_message.Message):
     num_output_tokens: int
     num_cached_tokens: int
     legs: _containers.RepeatedCompositeFieldContainer[_common_pb2.LegTimeline]
-    def __init__(self, decision_id: _Optional[str] = ..., outcome: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[_common_pb2.LegTimeline, _Mapping]]] = ...) -> None: ...
+    cached_tokens_by_tier: _containers.ScalarMap[str, int]
+    def __init__(self, decision_id: _Optional[str] = ..., outcome: _Optional[str] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., legs: _Optional[_Iterable[_Union[_common_pb2.LegTimeline, _Mapping]]] = ..., cached_tokens_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class FinishedRequest(_message.Message):
     __slots__ = ("actuals",)
@@ -252,7 +261,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., pull_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dial_s: _Optional[float] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "recent_prefill_share", "target_step_s", "ttft_target_factor", "tpot_target_factor", "announce_every", "tokens_per_step", "tiers")
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "recent_prefill_share", "target_step_s", "ttft_target_factor", "tpot_target_factor", "announce_every", "tokens_per_step", "tiers", "reloads")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +293,7 @@ class WorkerReport(_message.Message):
     ANNOUNCE_EVERY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    RELOADS_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     report_seq: int
     role: WorkerRole
@@ -315,7 +325,18 @@ class WorkerReport(_message.Message):
     announce_every: int
     tokens_per_step: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierReport]
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ..., target_step_s: _Optional[float] = ..., ttft_target_factor: _Optional[float] = ..., tpot_target_factor: _Optional[float] = ..., announce_every: _Optional[int] = ..., tokens_per_step: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
+    reloads: ReloadCounts
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ..., target_step_s: _Optional[float] = ..., ttft_target_factor: _Optional[float] = ..., tpot_target_factor: _Optional[float] = ..., announce_every: _Optional[int] = ..., tokens_per_step: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., reloads: _Optional[_Union[ReloadCounts, _Mapping]] = ...) -> None: ...
+
+class ReloadCounts(_message.Message):
+    __slots__ = ("complete", "incomplete", "late")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    complete: int
+    incomplete: int
+    late: int
+    def __init__(self, complete: _Optional[int] = ..., incomplete: _Optional[int] = ..., late: _Optional[int] = ...) -> None: ...
 
 class TierReport(_message.Message):
     __slots__ = ("tier", "total", "held", "load_bytes_per_s", "loading_bytes")
@@ -492,3 +513,40 @@ class ClearTenantReply(_message.Message):
     WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CacheStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheStatsReply(_message.Message):
+    __slots__ = ("since_s", "total", "workers", "ceiling_tokens", "sampled_share")
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CEILING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    since_s: float
+    total: CacheUse
+    workers: _containers.RepeatedCompositeFieldContainer[CacheUse]
+    ceiling_tokens: float
+    sampled_share: float
+    def __init__(self, since_s: _Optional[float] = ..., total: _Optional[_Union[CacheUse, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[CacheUse, _Mapping]]] = ..., ceiling_tokens: _Optional[float] = ..., sampled_share: _Optional[float] = ...) -> None: ...
+
+class CacheUse(_message.Message):
+    __slots__ = ("worker_id", "num_requests", "num_prompt_tokens", "cached_tokens")
+    class CachedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_requests: int
+    num_prompt_tokens: int
+    cached_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, worker_id: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -69,6 +69,11 @@ class SchedulerStub:
                 request_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantRequest.SerializeToString,
                 response_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantReply.FromString,
                 _registered_method=True)
+        self.CacheStats = channel.unary_unary(
+                '/baton.wire.v1.Scheduler/CacheStats',
+                request_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.CacheStatsRequest.SerializeToString,
+                response_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.CacheStatsReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -119,6 +124,12 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CacheStats(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -156,6 +167,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.ClearTenant,
                     request_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantRequest.FromString,
                     response_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantReply.SerializeToString,
+            ),
+            'CacheStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.CacheStats,
+                    request_deserializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.CacheStatsRequest.FromString,
+                    response_serializer=baton_dot_wire_dot_v1_dot_scheduler__pb2.CacheStatsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -347,6 +363,33 @@ class Scheduler:
             '/baton.wire.v1.Scheduler/ClearTenant',
             baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantRequest.SerializeToString,
             baton_dot_wire_dot_v1_dot_scheduler__pb2.ClearTenantReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CacheStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.wire.v1.Scheduler/CacheStats',
+            baton_dot_wire_dot_v1_dot_scheduler__pb2.CacheStatsRequest.SerializeToString,
+            baton_dot_wire_dot_v1_dot_scheduler__pb2.CacheStatsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.core.cluster.worker_report import ReloadCounts
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import Tier
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
@@ -65,6 +66,11 @@ class ReloadTotals:
     reloaded_tokens: int = 0
     predicted_s: float = 0.0
     actual_s: float = 0.0
+
+    @property
+    def counts(self) -> ReloadCounts:
+        """The reloads by outcome, for reports."""
+        return ReloadCounts(complete=self.reloads - self.incomplete, incomplete=self.incomplete, late=self.late)
 
 
 class Reloads:
