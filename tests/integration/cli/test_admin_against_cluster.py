@@ -93,7 +93,7 @@ async def test_cache_stats_compare_reused_tokens_with_an_infinite_cache() -> Non
                 )
                 assert answer.status_code == 200, answer.text
         async with asyncio.timeout(60):
-            while (found := await cache_stats(cluster))["total"]["num_requests"] < len(prompts):
+            while (found := await cache_stats(cluster))["total"]["num_requests"] < len(prompts):  # noqa: ASYNC110 - polls a process
                 await asyncio.sleep(0.1)
         (worker,) = found["workers"]
         assert (worker["worker_id"], worker["use"]) == ("h0", found["total"])
