@@ -12,7 +12,7 @@ import pytest
 from baton.core.kv.block_hash import table_hash
 from baton.sim import virtual_time
 from baton.sim.chaos import run as run_module
-from baton.sim.chaos.audit import audit_caches
+from baton.sim.chaos.cache_audit import audit_caches, expected_blocks
 from baton.sim.chaos.profile import ChaosProfile, draw_settings
 from baton.sim.chaos.report import ChaosReport
 from baton.sim.chaos.run import StormFailed, run_seed
@@ -33,6 +33,7 @@ CALM = replace(
     data_partitions_per_s=0.0,
     store_faults_per_s=0.0,
     clock_jumps_per_s=0.0,
+    disk_faults_per_s=0.0,
 )
 
 
@@ -121,13 +122,14 @@ def test_cache_audit_names_a_block_with_wrong_content(windows: tuple[int, ...], 
         await asyncio.sleep(1.0)
         request = SimRequest(number=0, start_s=0.0, prompt=tuple(range(1, 40)), max_tokens=4)
         await run_client(request, cluster.gateway)
-        assert audit_caches(cluster, [request]) >= 39 // 8
+        expected = expected_blocks(cluster, [request])
+        assert audit_caches(cluster, expected) >= 39 // 8
         name = next(name for name in sorted(cluster.workers) if cluster.workers[name].pool.hashes())
         pool, memory = cluster.workers[name].pool, cluster.memories[name]
         (block_id,) = pool.lookup([table_hash(pool.hashes()[-1], table)])
         memory.write_block(block_id, [*memory.block(block_id)[:-1], 7])
         with pytest.raises(AssertionError, match=f"{name}: block {block_id} does not hold"):
-            audit_caches(cluster, [request])
+            audit_caches(cluster, expected)
         await cluster.aclose()
 
     virtual_time.run(one_request())

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from baton.core.cluster.worker_report import WorkerRole
 from baton.core.ids import WorkerRef
+from baton.core.kv.kv_events import Tier
 from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, layer_groups
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer, byte_grammar_tokenizer
 from baton.engine.constraints.token_constraints import TokenConstraints
@@ -30,6 +31,7 @@ from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBack
 from baton.sim.virtual_time import PROCESS, ProcessClock, running_loop
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.device.worker_device import DraftDevice
+from baton.worker.tiers.host_tier import HostTier, TierTotals
 from baton.worker.worker_service import Worker
 
 T = TypeVar("T")
@@ -82,6 +84,9 @@ class SimCluster(InProcessCluster):
 
     gateways, schedulers: the running ones by process name.
     memories: KV memory of each worker's current incarnation, by worker id.
+    host_memories: the slots of its host tier, by worker id.
+    disks: the disk of each worker, by worker id.
+    tier_totals: counters of the tiers of all incarnations of workers.
     draft_executors: executor of its draft model, by worker id.
     layout_version: KV layout version of workers that start from now on. Another value simulates another
         release.
@@ -98,11 +103,14 @@ class SimCluster(InProcessCluster):
         self.stores = SimStores(Random(rng.getrandbits(64)), lambda: running_loop().now_s)
         self.memories: dict[str, SimMemory] = {}
         self.disks: dict[str, SimDisk] = {}
+        self.host_memories: dict[str, SimMemory] = {}
+        self.tier_totals: list[tuple[Tier, TierTotals]] = []
         self.draft_executors: dict[str, SimExecutor] = {}
         self.gateways: dict[str, GatewayService] = {}
         self.schedulers: dict[str, Scheduler] = {}
         self.layout_version = LAYOUT_VERSION
         self._clock_rng = Random(rng.getrandbits(64))
+        self._disk_rng = Random(rng.getrandbits(64))
         self._has_clock: set[str] = set()
         self._calls: dict[str, dict[asyncio.Task[Any], None]] = {}
         super().__init__(
@@ -155,6 +163,8 @@ class SimCluster(InProcessCluster):
             call.cancel()
         # A paused process must run to be cleaned up. Before, it is cut off from all others.
         self.network.cut_off(self._processes[name].address)
+        if (disk := self.disks.get(name)) is not None:
+            disk.kill()
         self.fabric.allow_reads_of(name)
         running_loop().resume(name)
         await super().kill(name)
@@ -209,8 +219,14 @@ class SimCluster(InProcessCluster):
         tier = SimTierMemory.of(worker, num_slots, config.block_size_tokens) if num_slots else None
         num_disk_slots = (config.disk_kv_size or 0) // layout.block_bytes
         if num_disk_slots and worker.worker_id not in self.disks:
-            self.disks[worker.worker_id] = SimDisk(num_disk_slots, config.block_size_tokens)
+            seed = self._disk_rng.getrandbits(64)
+            self.disks[worker.worker_id] = SimDisk(num_disk_slots, config.block_size_tokens, seed)
         disk = self.disks.get(worker.worker_id)
+        if tier is not None:
+            self.host_memories[worker.worker_id] = tier.memory
+        host_tier = None if tier is None else self._open_host_tier(tier, worker, memory)
+        disk_tier = None if disk is None else disk.open(worker, memory, layout.block_bytes)
+        self.tier_totals += [(each.tier, each.totals) for each in (host_tier, disk_tier) if each is not None]
         backend = SimTransferBackend(
             fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations, tier=tier
         )
@@ -238,11 +254,15 @@ class SimCluster(InProcessCluster):
             backend=backend,
             constraints=constraints,
             costs=model.step.model,
-            tier=None if tier is None else tier.open(worker, memory, layout.block_bytes, model.copy_bytes_per_s),
-            disk=None if disk is None else disk.open(worker, memory, layout.block_bytes),
+            tier=host_tier,
+            disk=disk_tier,
             draft=self._draft_device(worker.worker_id, engine_config) if WorkerRole(config.role).can_decode else None,
             close=backend.kill,
         )
+
+    def _open_host_tier(self, tier: SimTierMemory, worker: WorkerRef, device: SimMemory) -> HostTier:
+        fabric, speed = self.fabric, self.model.copy_bytes_per_s
+        return tier.open(worker, device, self.layout.block_bytes, speed, fabric.draws_reuse)
 
     def _draft_device(self, worker_id: str, engine_config: EngineConfig) -> DraftDevice | None:
         """Return a draft model that draws what the model draws without rules; None if there is none."""

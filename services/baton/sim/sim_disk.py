@@ -1,18 +1,27 @@
-"""A simulated disk: a file of KV blocks that outlives its process. Reads and writes take virtual time."""
+"""A simulated disk: a file of KV blocks that outlives its process. Reads and writes take virtual time.
+
+The file has the real format, and `BlockFile` reads and writes it. Each read is compared with what the faults
+of the disk have changed.
+"""
 
 import asyncio
-import errno
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from random import Random
 from typing import TypeVar
 
+import numpy as np
+
 from baton.core.ids import WorkerRef
-from baton.core.kv.block_hash import NO_HASH, BlockHash
-from baton.engine.tiers.kv_tier import BlockToStore
+from baton.core.kv.block_hash import BlockHash
+from baton.sim.sim_file import OpenSimFile, SimFile
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_streams import NETWORK
-from baton.sim.sim_tier import SimCopies, SimCopyRunner
-from baton.worker.disk.disk_format import DiskDefect, SlotHeader, SlotState
+from baton.sim.sim_tier import SimCopyRunner
+from baton.transfer.backends.host_memory import Bytes
+from baton.worker.disk.block_file import BlockFile
+from baton.worker.disk.disk_format import PAGE_BYTES, DiskDefect, FileShape, encode_superblock, read_superblock
 from baton.worker.disk.disk_runner import NUM_READERS
 from baton.worker.tiers.disk_tier import DiskTier
 
@@ -22,91 +31,140 @@ READ_LATENCY_S = 0.0001
 """Time until a disk begins to answer: about that of an NVMe disk."""
 DISK_BYTES_PER_S = 3e9
 STAGING_ROWS = 32
+SLOT_BYTES = 8
+"""Bytes of a token's KV in the file: those of the number that stands for it."""
 
 
 class SimDisk:
-    """The disk of one worker, with the slots of its file. Implements `BlockStore` for one process at a time.
+    """The disk of one worker, used by one process at a time.
 
-    is_full: writes fail. latency_s: of a read
+    latency_s: of a read
+    write_begun: set when a write begins
     """
 
-    def __init__(self, num_slots: int, block_size_tokens: int) -> None:
-        self.num_slots = num_slots
-        self.held: list[SlotHeader] = []
-        self.defects: Counter[DiskDefect] = Counter()
-        self.is_full = False
+    def __init__(self, num_slots: int, block_size_tokens: int, seed: int = 0) -> None:
+        shape = FileShape(
+            num_slots=num_slots,
+            block_bytes=SLOT_BYTES * block_size_tokens,
+            layout=b"simulated layout",
+            model=b"simulated model.",
+        )
+        self.file = SimFile(shape)
         self.latency_s = READ_LATENCY_S
-        self._staging = SimMemory(STAGING_ROWS, block_size_tokens)
-        self._sequences = [0] * num_slots
-        self._headers: dict[int, SlotHeader] = {}
-        self._contents: dict[int, tuple[int, ...]] = {}
-        self._written: dict[int, tuple[int, ...]] = {}  # what a checksum is compared with
+        self.write_begun = asyncio.Event()
+        self.store: AuditedBlockFile | None = None
+        self._rng = Random(seed)
+        self._runner: _SimDiskRunner | None = None
 
     def open(self, worker: WorkerRef, device: SimMemory, block_bytes: int) -> DiskTier:
         """Return the tier of a new incarnation of a worker whose blocks are in `device`."""
-        valid = (header for header in self._headers.values() if header.state is SlotState.VALID)
-        self.held = sorted(valid, key=lambda header: header.sequence)
-        self.defects = Counter()
+        self.kill()
+        defects, shape = self._prepared(), self.file.shape
+        file_id, defect = read_superblock(bytes(self.file.content[:PAGE_BYTES]), shape)
+        if defect is not None:
+            defects[defect] += bool(self.file.content)
+            self.file.clear()
+            file_id = self._rng.getrandbits(64)
+            self.file.content += encode_superblock(shape, file_id)
+            self.file.extend()
+        staging: Bytes = np.zeros((STAGING_ROWS, shape.block_bytes), dtype=np.uint8)
+        opened = OpenSimFile(self.file)
+        self.store = AuditedBlockFile(self.file, opened, file_id, staging)
+        self.store.defects += defects
+        self._runner = _SimDiskRunner(self, opened)
         return DiskTier(
             worker=worker,
-            store=self,
+            store=self.store,
             block_bytes=block_bytes,
             num_rows=STAGING_ROWS,
-            copies=SimCopies(device, self._staging),
+            copies=_StagingCopies(device, staging),
             copy_runner=SimCopyRunner(),
-            disk_runner=_SimDiskRunner(self),
+            disk_runner=self._runner,
         )
+
+    def kill(self) -> None:
+        """End the process that has the file open. A write that is under way stops at a random byte."""
+        if self._runner is not None:
+            self._runner.kill(self._rng)
+            self._runner = None
 
     def corrupt(self, slot: int) -> bool:
         """Change the content of a slot. Returns False if it has none."""
-        if slot in self._contents:
-            self._contents[slot] = tuple(each + 1 for each in self._contents[slot])
-        return slot in self._contents
+        offset = self.file.shape.payload_offset(slot)
+        self.file.content[offset] ^= 1
+        return any(self.file.content[offset : offset + self.file.shape.block_bytes])
 
-    # -- BlockStore ------------------------------------------------------------------------------------------------
+    def payload(self, slot: int) -> tuple[int, ...]:
+        """Return the content of a slot as it is in the file."""
+        offset = self.file.shape.payload_offset(slot)
+        content = bytes(self.file.content[offset : offset + self.file.shape.block_bytes])
+        return tuple(np.frombuffer(content, dtype=np.uint64).tolist())
 
-    def sequence(self, slot: int) -> int:
-        return self._sequences[slot]
+    def _prepared(self) -> "Counter[DiskDefect]":
+        """Give a file that was truncated its size back."""
+        defects: Counter[DiskDefect] = Counter()
+        if PAGE_BYTES <= len(self.file.content) < self.file.shape.file_bytes:
+            defects[DiskDefect.TRUNCATED] += 1
+            self.file.extend()
+        return defects
 
-    def probe(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Do nothing: the runner takes the time."""
 
-    def write(self, blocks: Mapping[int, BlockToStore], rows: Sequence[int]) -> None:
-        if self.is_full:
-            self.defects[DiskDefect.NO_SPACE] += 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        last = max(self._sequences, default=0)
-        for number, ((slot, block), row) in enumerate(zip(blocks.items(), rows, strict=True), last + 1):
-            self._sequences[slot] = number
-            self._contents[slot] = self._written[slot] = self._staging.block(row)
-            self._headers[slot] = SlotHeader(
-                slot=slot,
-                state=SlotState.VALID,
-                sequence=number,
-                block_hash=block.block_hash,
-                tenant_root=block.tenant_root,
-                is_announced=block.is_announced,
-                is_reused=block.is_reused,
-            )
+class AuditedBlockFile(BlockFile):
+    """A `BlockFile` that records what it found in damaged slots.
+
+    found: (slot, sequence) of damaged content whose damage was found by a load
+    problems: content that was damaged and returned, or was not and was refused, or defects that were not
+        counted
+    """
+
+    def __init__(self, file: SimFile, opened: OpenSimFile, file_id: int, staging: Bytes) -> None:
+        self.found: set[tuple[int, int]] = set()
+        self.problems: list[str] = []
+        self._sim_file = file
+        self._num_refused_before = file.num_refused
+        super().__init__(opened, file.shape, file_id, staging)
+        num_damaged, num_found = file.num_damaged_headers(), self.defects[DiskDefect.DAMAGED_HEADER]
+        if num_damaged > num_found:
+            self.problems.append(f"{num_damaged} headers are damaged, {num_found} were found")
 
     def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]:
-        for slot, row in zip(hashes, rows, strict=True):
-            self._staging.write_block(row, self._contents[slot])
-        return [None if self._contents[slot] == self._written[slot] else DiskDefect.DAMAGED_PAYLOAD for slot in hashes]
+        defects = super().read(hashes, rows)
+        for slot, defect in zip(hashes, defects, strict=True):
+            is_damaged = self._sim_file.has_damaged_payload(slot)
+            if is_damaged is (defect is None):
+                self.problems.append(f"slot {slot} is {'' if is_damaged else 'not '}damaged, but found was {defect}")
+            if defect is not None:
+                self.found.add((slot, self.sequence(slot)))
+        return defects
 
-    def drop(self, sequences: Mapping[int, int]) -> None:
-        for slot, sequence in sequences.items():
-            if self._sequences[slot] == sequence and slot in self._headers:
-                self._headers[slot] = self._headers[slot]._replace(state=SlotState.DISCARDED)
+    def check(self) -> None:
+        """Raise AssertionError if a defect was not found, or was not counted once."""
+        problems = list(self.problems)
+        num_counted = self.defects[DiskDefect.DAMAGED_PAYLOAD] + self.defects[DiskDefect.TRUNCATED]
+        if num_counted < len(self.found):
+            problems.append(f"{len(self.found)} damaged payloads were found, and {num_counted} counted")
+        if self._sim_file.num_refused > self._num_refused_before and not self.defects[DiskDefect.NO_SPACE]:
+            problems.append("writes to a full disk were not counted")
+        if problems:
+            raise AssertionError("; ".join(problems[:3]))
 
-    def erase(self, tenant_root: BlockHash) -> int:
-        erased = [s for s, header in self._headers.items() if header.tenant_root in (tenant_root, NO_HASH)]
-        for slot in erased:
-            del self._headers[slot], self._contents[slot], self._written[slot]
-        return len(erased)
+
+class _StagingCopies:
+    """Implements `TierCopies` between a simulated memory and rows of bytes."""
+
+    def __init__(self, device: SimMemory, staging: Bytes) -> None:
+        self._device, self._staging = device, staging.view(np.uint64)
+
+    def to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        for block_id, row in zip(block_ids, slots, strict=True):
+            self._staging[row] = self._device.block(block_id)
+
+    def to_device(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for row, block_id in zip(slots, block_ids, strict=True):
+            self._device.write_block(block_id, self._staging[row].tolist())
 
     def close(self) -> None:
-        """Do nothing: the content stays."""
+        """Do nothing: the memories are Python objects."""
 
 
 class _SimDiskRunner:
@@ -114,9 +172,10 @@ class _SimDiskRunner:
 
     writes_busy_s = 0.0
 
-    def __init__(self, disk: SimDisk) -> None:
-        self._disk = disk
+    def __init__(self, disk: SimDisk, file: OpenSimFile) -> None:
+        self._disk, self._file = disk, file
         self._readers, self._writer = asyncio.Semaphore(NUM_READERS), asyncio.Lock()
+        self._writing: Callable[[], object] | None = None
 
     async def read(self, job: Callable[[], ResultT], num_bytes: int) -> ResultT:
         async with self._readers:
@@ -124,7 +183,21 @@ class _SimDiskRunner:
 
     async def write(self, job: Callable[[], ResultT], num_bytes: int) -> ResultT:
         async with self._writer:
-            return await _after(READ_LATENCY_S + num_bytes / DISK_BYTES_PER_S, job)
+            self._writing = job
+            if num_bytes:
+                self._disk.write_begun.set()
+            try:
+                return await _after(READ_LATENCY_S + num_bytes / DISK_BYTES_PER_S, job)
+            finally:
+                self._writing = None
+
+    def kill(self, rng: Random) -> None:
+        """Do a random part of the write that is under way, and write nothing after that."""
+        if self._writing is not None:
+            self._file.end_after(rng.randrange(2 * STAGING_ROWS * self._disk.file.shape.block_bytes))
+            with suppress(OSError):  # the disk is full
+                self._writing()
+        self._file.end_after(0)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""

@@ -12,6 +12,8 @@ from baton.worker.tiers.host_tier import HostTier
 
 COPY_BYTES_PER_S = 16e9
 """Speed of copies: about that of PCIe 4.0."""
+REUSED = 7
+"""Content of the tokens of a block that was reused under a read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +37,18 @@ class SimTierMemory:
         device: SimMemory,
         block_bytes: int,
         copy_bytes_per_s: float = COPY_BYTES_PER_S,
+        is_reused: Callable[[], bool] = lambda: False,
     ) -> HostTier:
-        """Return the tier of a worker whose blocks are in `device`."""
+        """Return the tier of a worker whose blocks are in `device`.
+
+        is_reused: see `SimCopies`.
+        """
         return HostTier(
             worker=worker,
             num_slots=self.memory.num_blocks,
             block_bytes=block_bytes,
             generations=self.generations,
-            copies=SimCopies(device, self.memory),
+            copies=SimCopies(device, self.memory, self.generations, is_reused),
             runner=SimCopyRunner(copy_bytes_per_s),
         )
 
@@ -50,8 +56,14 @@ class SimTierMemory:
 class SimCopies:
     """Implements `TierCopies` between two simulated memories."""
 
-    def __init__(self, device: SimMemory, host: SimMemory) -> None:
+    def __init__(
+        self, device: SimMemory, host: SimMemory, generations: MemoryGenerationTable, is_reused: Callable[[], bool]
+    ) -> None:
+        """`is_reused`: called for each slot that is copied to the device. If it returns True, the slot is
+        reused under the copy, and filled again with the same content. Only its generation shows that the copy
+        has other content."""
         self._device, self._host = device, host
+        self._generations, self._is_reused = generations, is_reused
 
     def to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         for block_id, slot in zip(block_ids, slots, strict=True):

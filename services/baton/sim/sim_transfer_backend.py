@@ -16,13 +16,9 @@ from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_streams import NETWORK
-from baton.sim.sim_tier import SimTierMemory
+from baton.sim.sim_tier import REUSED, SimTierMemory
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
-
-REUSED = 7
-"""Content of the slots of a block that was reused under a read."""
-
 
 _Source = tuple[str, int]
 """Agent name of an owner and one of its block ids."""
@@ -37,7 +33,8 @@ class LinkModel:
     bytes_per_s: speed.
     stuck: probability that a read stops at some block and continues only after `stuck_s`.
     reused: probability that the owner reuses a block under a read, although the block is leased, and fills it
-        again with the same content. The read gets wrong content, which only the block's generation shows.
+        again with the same content. The read gets wrong content, which only the block's generation shows. A
+        reload from the host tier is such a read, too.
     """
 
     latency_s: float = 0.000_05
@@ -70,6 +67,10 @@ class SimFabric:
         self._unreadable: set[str] = set()
         self.num_settled = 0
         self._changed = asyncio.Event()
+
+    def draws_reuse(self) -> bool:
+        """Return True if a block is reused under a read that begins now."""
+        return bool(self.link.reused) and self.rng.random() < self.link.reused
 
     def settle(self) -> None:
         """Let no block count as reused any more. Call it when no read is under way.
@@ -252,7 +253,7 @@ class SimTransferBackend:
                 self._unvalidated[key] += 1
                 self._fabric.pairs.add((self._memory.agent_name, source.memory.agent_name))
                 content = host.memory.block(source_block)
-                if link.reused and rng.random() < link.reused:
+                if self._fabric.draws_reuse():
                     self._reused[key] = self._fabric.num_settled
                     content = (REUSED,) * len(content)
                 self._own.write_block(destination, content)

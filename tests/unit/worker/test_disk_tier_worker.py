@@ -112,14 +112,14 @@ async def test_corrupt_blocks_are_computed_again_and_counted() -> None:
 async def test_a_full_disk_fails_no_request_and_is_tried_again_later() -> None:
     async with cluster() as simulated:
         host = await start(simulated)
-        simulated.disks["p"].is_full = True
+        simulated.disks["p"].file.is_full = True
         await answered(host, 0, 1)
         disk = disk_of(host.node)
         assert disk.counts().held == 0
         num_failed = disk.totals.failed_copies
         assert disk.defects == {DiskDefect.NO_SPACE: num_failed}
         assert 0 < num_failed < 4
-        simulated.disks["p"].is_full = False
+        simulated.disks["p"].file.is_full = False
         await asyncio.sleep(STORE_PAUSE_S)
         await answered(host, 2)
         assert disk.counts().held > 0

@@ -1,16 +1,14 @@
-"""Checks of a storm: answers, outcomes, blocks, caches, schedulers, gateways and tasks."""
+"""Checks of a storm: answers, outcomes, blocks, defects of disks, schedulers, gateways and tasks."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
 
 from baton.core.errors import Reason
-from baton.core.kv.block_hash import BlockHash, chain, root_hash, table_hash, token_ids
 from baton.sim.chaos.profile import StormSettings
 from baton.sim.chaos.report import ChaosReport
 from baton.sim.chaos.requests import TIMEOUT_S
-from baton.sim.sim_clients import GATEWAY_LOST, SimAnswer, SimRequest, expected_answer
+from baton.sim.sim_clients import GATEWAY_LOST, SimAnswer
 from baton.sim.sim_cluster import SimCluster, SimModel
-from baton.sim.sim_memory import contents
 
 DEADLINE_GRACE_S = 1.0
 """Longest time that a request may take beyond its deadline."""
@@ -118,6 +116,8 @@ def check_processes(cluster: SimCluster, report: ChaosReport) -> None:
     for name in sorted(cluster.workers):
         cluster.workers[name].check_clean()
         counts = cluster.workers[name].pool.counts()
+        if (disk := cluster.disks.get(name)) is not None and disk.store is not None:
+            disk.store.check()
         if counts.quarantined:
             raise AssertionError(f"{name}: {counts.quarantined} blocks are still quarantined after the storm")
         for link in cluster.workers[name].reader.links():
@@ -143,42 +143,6 @@ def check_processes(cluster: SimCluster, report: ChaosReport) -> None:
             session = gateway.workers.find(worker)
             if session is None or not session.is_connected or session.num_jobs:
                 raise AssertionError(f"{name} has no idle session with {worker}")
-
-
-def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
-    """Compare each cached block of each worker with the content that follows from the requests alone.
-
-    Returns the number of blocks. Raises AssertionError naming a block with other content, or with a hash that
-    no request can have produced.
-    """
-    layout = cluster.layout
-    size, num_tables = layout.block_size_tokens, layout.windows.num_tables
-    expected: dict[BlockHash, tuple[int, ...]] = {}
-    for request in requests:
-        root = root_hash(
-            model_fingerprint=layout.model_fingerprint,
-            cache_salt=request.cache_salt,
-            block_size_tokens=size,
-        )
-        for index in range(request.num_samples):
-            answer = expected_answer(request, index, cluster.model.vocab_size, beyond_stop=True)
-            tokens = [*request.prompt, *answer]
-            slots = contents(tokens)
-            for number, block_hash in enumerate(chain(root, token_ids(tokens), size)):
-                own = slots[number * size : (number + 1) * size]
-                for table in range(num_tables):  # each has other content, see SimExecutor
-                    expected[table_hash(block_hash, table)] = tuple(slot + table for slot in own)
-    num_audited = 0
-    for name in sorted(cluster.workers):
-        pool, memory = cluster.workers[name].pool, cluster.memories[name]
-        for block_hash in dict.fromkeys((*pool.hashes(), *expected)):  # the pool lists those of table 0 only
-            for block_id in pool.lookup([block_hash]):
-                if memory.block(block_id) != expected.get(block_hash):
-                    raise AssertionError(
-                        f"{name}: block {block_id} does not hold the tokens of its hash {block_hash.hex()}"
-                    )
-                num_audited += 1
-    return num_audited
 
 
 def check_no_tasks() -> None:

@@ -1,12 +1,14 @@
 """Load, fault rates and settings of a storm. The settings of each seed are drawn at random."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
+from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import NO_SLO, Slo
 from baton.runtime.config.settings import ClusterConfig
-from baton.sim.sim_cluster import ClockModel, SimModel
+from baton.sim.sim_cluster import ClockModel, SimModel, sim_layout
 from baton.sim.sim_executor import SimStepCost
 from baton.sim.sim_network import Delays
 from baton.sim.sim_transfer_backend import LinkModel
@@ -27,9 +29,9 @@ class ChaosProfile:
     ruled: share of the requests without a stop string that have rules which forbid tokens.
     salted, scored: shares of requests with a salt of their cache, and with logprobs of the prompt.
     cuts_per_s, deaths_per_s, pauses_per_s, partitions_per_s, data_partitions_per_s, store_faults_per_s,
-        clock_jumps_per_s: mean rates of the faults.
+        clock_jumps_per_s, disk_faults_per_s: mean rates of the faults.
     down_s: longest time until a killed process is restarted.
-    pause_s, partition_s, store_fault_s: shortest and longest duration.
+    pause_s, partition_s, store_fault_s, disk_fault_s: shortest and longest duration.
     max_jump_s: longest jump of a clock.
     num_prefixes: number of distinct prompt prefixes, which requests share.
     max_prompt_tokens, max_tokens: limits of prompt and output length.
@@ -53,10 +55,12 @@ class ChaosProfile:
     data_partitions_per_s: float = 0.3
     store_faults_per_s: float = 0.4
     clock_jumps_per_s: float = 0.3
+    disk_faults_per_s: float = 1.5
     down_s: float = 1.5
     pause_s: tuple[float, float] = (0.3, 20.0)
     partition_s: tuple[float, float] = (0.2, 4.0)
     store_fault_s: tuple[float, float] = (0.3, 4.0)
+    disk_fault_s: tuple[float, float] = (0.3, 2.0)
     max_jump_s: float = 1.5
     num_prefixes: int = 6
     max_prompt_tokens: int = 120
@@ -84,6 +88,7 @@ class StormSettings:
             f"block={config.block_size_tokens} blocks={model.num_blocks} step={config.step_tokens(on_gpu=False)} "
             f"seqs={config.max_num_seqs} step_s={model.step.base_s:g} lease={config.lease_s:g}s "
             f"attempts={config.max_attempts} queued={config.max_queued_requests} "
+            f"host={config.host_kv_memory or 0} disk={config.disk_kv_size or 0} eviction={config.kv_eviction} "
             f"windows={model.windows} drafts={model.draft is not None} "
             f"fixed_addresses={model.has_fixed_addresses} stuck={model.link.stuck:g} "
             f"reused={model.link.reused:g} late={model.delays.late:g}"
@@ -140,6 +145,20 @@ def draw_settings(rng: Random) -> StormSettings:
     windows = rng.choice(((0,), (0,), (0,), (9,), (24, 0), (6, 40)))
     draft = SimStepCost(base_s=0.0004, per_token_s=0.00001) if rng.random() < 0.3 else None
     model = replace(model, windows=windows, draft=draft, num_blocks=model.num_blocks * len(windows))
+    values |= _draw_tiers(rng, sim_layout(block_size, windows), len(windows))
     return StormSettings(
         config=ClusterConfig(**values), model=model, slo=slo if values["admission"] != "off" else NO_SLO
     )
+
+
+def _draw_tiers(rng: Random, layout: KvLayout, num_tables: int) -> dict[str, Any]:
+    """Draw the slower tiers of all workers: none, one or both. They are so small that content is evicted."""
+    token_bytes = num_tables * layout.block_bytes // layout.block_size_tokens
+    host_tokens, disk_tokens = rng.choice((240, 480)), rng.choice((480, 960))
+    has_host, has_disk = rng.random() < 0.5, rng.random() < 0.5
+    values: dict[str, Any] = {"kv_eviction": rng.choice(("value", "lru"))}
+    if has_host:
+        values["host_kv_memory"] = host_tokens * token_bytes
+    if has_disk:
+        values |= {"disk_kv": Path("simulated"), "disk_kv_size": disk_tokens * token_bytes}
+    return values

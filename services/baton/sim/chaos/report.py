@@ -1,9 +1,12 @@
 """The report of a storm: its transcript, and counts of outcomes and faults."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from baton.core.kv.kv_events import Tier
 from baton.sim.virtual_time import running_loop
+from baton.worker.tiers.host_tier import TierTotals
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +35,8 @@ class ChaosReport:
     store_outages: intervals in which the stores did not work.
     num_lost: messages that were under way in streams that were cut.
     num_audited: cached blocks whose content was compared with their hash.
+    num_audited_in_tiers: the same for slots of host and disk tiers.
+    num_reloaded: blocks that were reloaded, by tier, of all workers.
     num_accepted_drafts: draft tokens that became output, of workers that lived at the end.
     """
 
@@ -46,6 +51,8 @@ class ChaosReport:
     store_outages: list[Downtime] = field(default_factory=list)
     num_lost: int = 0
     num_audited: int = 0
+    num_audited_in_tiers: int = 0
+    num_reloaded: Counter[str] = field(default_factory=Counter)
     num_accepted_drafts: int = 0
 
     def record_fault(self, kind: str, target: str) -> None:
@@ -56,6 +63,11 @@ class ChaosReport:
     def note(self, text: str) -> None:
         """Append a line with the present time to the transcript."""
         self.transcript.append(f"{running_loop().now_s:.9f} {text}")
+
+    def count_reloads(self, totals: Iterable[tuple[Tier, TierTotals]]) -> None:
+        """Add the blocks that tiers have loaded."""
+        for tier, each in totals:
+            self.num_reloaded[tier.value] += each.loaded_blocks
 
     def paused_s(self, process: str, start_s: float, end_s: float) -> float:
         """Return the seconds for which a process was paused within an interval."""

@@ -6,12 +6,14 @@ from random import Random
 
 from baton.scheduler.policy_loading.load_policy import load_policy
 from baton.sim import virtual_time
-from baton.sim.chaos.audit import audit_caches, check_answer, check_no_tasks, check_outcomes, check_processes
+from baton.sim.chaos.audit import check_answer, check_no_tasks, check_outcomes, check_processes
+from baton.sim.chaos.cache_audit import audit_caches, audit_tiers, expected_blocks
 from baton.sim.chaos.cancel_audit import CancelAudit
 from baton.sim.chaos.epilogue import run_epilogue
 from baton.sim.chaos.faults.clock_jumps import move_clocks
 from baton.sim.chaos.faults.cuts import cut_streams
 from baton.sim.chaos.faults.deaths import kill_processes
+from baton.sim.chaos.faults.disks import break_disks
 from baton.sim.chaos.faults.partitions import partition_data, partition_processes
 from baton.sim.chaos.faults.pauses import pause_processes
 from baton.sim.chaos.faults.store_outages import break_stores
@@ -30,6 +32,7 @@ FAULTS = (
     partition_data,
     break_stores,
     move_clocks,
+    break_disks,
 )
 SETTLE_S = 10.0
 """Time after the last request and fault until the checks. Longer than every lease, timeout and stuck read."""
@@ -101,7 +104,10 @@ async def _run(settings: StormSettings, profile: ChaosProfile, report: ChaosRepo
     cluster.raise_failures()
     _check(cluster, settings, answers, report)
     answers += await run_epilogue(cluster, Random(rng.getrandbits(64)))
-    report.num_audited = audit_caches(cluster, [answer.request for answer in answers])
+    expected = expected_blocks(cluster, [answer.request for answer in answers])
+    report.num_audited = audit_caches(cluster, expected)
+    report.num_audited_in_tiers = audit_tiers(cluster, expected)
+    report.count_reloads(cluster.tier_totals)
     report.num_lost = cluster.network.messages_lost
     await cluster.aclose()
     check_no_tasks()

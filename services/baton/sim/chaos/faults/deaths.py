@@ -15,10 +15,11 @@ async def kill_processes(storm: StormContext, rng: Random) -> None:
         while await storm.next_fault(rng, storm.profile.deaths_per_s):
             name = rng.choice(storm.processes())
             if storm.may_fail(name):
-                group.create_task(_kill_and_restart(storm, name, rng.uniform(0.1, storm.profile.down_s)))
+                group.create_task(kill_and_restart(storm, name, rng.uniform(0.1, storm.profile.down_s)))
 
 
-async def _kill_and_restart(storm: StormContext, name: str, down_s: float) -> None:
+async def kill_and_restart(storm: StormContext, name: str, down_s: float) -> None:
+    """Kill a process, and start it again after `down_s`."""
     cluster = storm.cluster
     role = cluster.workers[name].role if name in cluster.workers else None
     with storm.failing(name):
