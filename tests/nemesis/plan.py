@@ -106,7 +106,13 @@ KINDS: Mapping[str, Kind] = {
     "redis_restart": Kind(targets=_one_of((REDIS,)), duration_s=(0.5, 8.0), restarts=True),
     "clock": Kind(targets=_one_of(SERVICES), duration_s=(3.0, 20.0)),
     "log_disk": Kind(targets=_one_of(SERVICES), duration_s=(3.0, 20.0)),
+    "disk_full": Kind(targets=_one_of(WORKERS), duration_s=(3.0, 20.0)),
+    "disk_slow": Kind(targets=_one_of(WORKERS), duration_s=(3.0, 20.0)),
+    "disk_damaged": Kind(targets=_one_of(WORKERS), duration_s=(1.0, 6.0), restarts=True),
+    "disk_killed": Kind(targets=_one_of(WORKERS), duration_s=(1.0, 6.0), restarts=True, weight=2),
 }
+DISK_KINDS = frozenset(("disk_full", "disk_slow", "disk_damaged", "disk_killed"))
+"""Kinds that need workers with a disk tier."""
 
 
 def make_plan(

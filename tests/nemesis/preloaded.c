@@ -1,9 +1,9 @@
-/* Steps the wall clock of one process and marks its connections, when loaded with LD_PRELOAD.
+/* Steps the wall clock of one process, delays its reads of a file and marks its connections, when loaded with LD_PRELOAD.
  *
- * CLOCK_STEP_FILE names a file of two 64-bit numbers. The first is the step in nanoseconds; it may change at any time.
+ * CLOCK_STEP_FILE names a file of three 64-bit numbers. The first is the step in nanoseconds; it may change at any time.
  * The step is added to what the process reads, and taken from the absolute wall times at which it asks to be woken, so
  * that waits last as long as asked. Monotonic clocks stay as they are. The second number counts the times at which the
- * process has read a wall clock with a step.
+ * process has read a wall clock with a step. The third is the delay of each preadv in nanoseconds.
  *
  * SOURCE_ADDRESS is an address in 127.0.0.0/8, from which the process then connects to all addresses in there, over
  * IPv4 and over IPv6 sockets.
@@ -23,6 +23,7 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -32,6 +33,7 @@
 static volatile struct {
     int64_t step_ns;
     int64_t num_stepped_reads;
+    int64_t read_delay_ns;
 } *shared;
 
 __attribute__((constructor)) static void open_file(void) {
@@ -113,6 +115,22 @@ long syscall(long number, ...) {
         a[3] = (long)&end;
     }
     return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+
+static ssize_t delayed_preadv(int fd, const struct iovec *parts, int count, int64_t offset) {
+    struct timespec delay = later((struct timespec){0}, shared ? shared->read_delay_ns : 0);
+    if (delay.tv_sec || delay.tv_nsec) nanosleep(&delay, NULL);
+    return (ssize_t)syscall(SYS_preadv, fd, parts, count, offset, 0);
+}
+
+/* Python calls one of these. The flags are those of os.preadv, which nothing here sets. */
+ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset) {
+    return delayed_preadv(fd, parts, count, offset);
+}
+
+ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off64_t offset, int flags) {
+    (void)flags;
+    return delayed_preadv(fd, parts, count, offset);
 }
 
 /* Whatever fails here leaves the source address to the kernel, which the proxy at the other end reports. */

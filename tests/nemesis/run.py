@@ -25,6 +25,7 @@ from tests.nemesis.links import LoopbackLinks, NamespaceLinks, namespaces_unavai
 from tests.nemesis.memory_growth import MemorySamples
 from tests.nemesis.plan import (
     APART_SHARE,
+    DISK_KINDS,
     GATEWAYS,
     KINDS,
     LONGEST_S,
@@ -51,6 +52,8 @@ SHORT_S = 60.0
 BACK_S = 300.0
 """Time for a process to start, and for workers and blocks to come back. Generous, for slow machines."""
 CONTROL_IN_FLIGHT = 6
+TIER_BYTES = 24 * 2**20
+"""Size of each slower tier of a worker."""
 SHORT_SHARE = 0.1
 """Share of the requests whose deadline is so short that many of them end at it."""
 SETTINGS: dict[str, Any] = {
@@ -115,11 +118,23 @@ class Options:
         """True if goodput must be measured with a worker of each role down."""
         return self.needs_goodput and self.seconds >= ALL_ROLES_S
 
+    @property
+    def tiers(self) -> dict[str, int]:
+        """The slower tiers of all workers, which follow from the seed: settings of their sizes in bytes.
+
+        Half of the seeds have a host tier, and half a disk tier. A run of `DISK_KINDS` only has a disk tier.
+        """
+        rng = Random(f"{self.seed} tiers")
+        has_host, has_disk = rng.random() < 0.5, rng.random() < 0.5
+        has_disk = has_disk or DISK_KINDS.issuperset(self.kinds)
+        sizes = {"host_kv_memory": has_host, "disk_kv_size": has_disk}
+        return {name: TIER_BYTES for name, is_used in sizes.items() if is_used}
+
     def plan(self) -> tuple[Fault, ...]:
-        """Return the faults of the run."""
-        return make_plan(
-            self.seed, self.seconds, kinds=self.kinds, longest_s=self.longest_s, apart_share=self.apart_share
-        )
+        """Return the faults of the run. Without a disk tier none of them is of `DISK_KINDS`."""
+        has_disk = "disk_kv_size" in self.tiers
+        kinds = [kind for kind in self.kinds if has_disk or kind not in DISK_KINDS]
+        return make_plan(self.seed, self.seconds, kinds=kinds, longest_s=self.longest_s, apart_share=self.apart_share)
 
     @staticmethod
     def sized(seconds: float, **options: Any) -> "Options":
@@ -159,14 +174,17 @@ async def run_nemesis(options: Options, directory: Path, say: Callable[[str], No
     tools = HostTools(directory)
     try:
         network = await _new_network(options, tools)
+        tiers: dict[str, Any] = dict(options.tiers)
+        if "disk_kv_size" in tiers:
+            tiers["disk_kv"] = str(directory / "kv")
         cluster = ProcessCluster(
             directory,
-            {**SETTINGS, "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us"},
+            {**SETTINGS, **tiers, "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us"},
             network=network,
         )
         try:
             cluster.start_limit_s = BACK_S
-            say(f"starting {len(SERVICES)} services and Redis, network {options.network}")
+            say(f"starting {len(SERVICES)} services and Redis, network {options.network}, tiers {options.tiers}")
             await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
             await until_settled(cluster, WORKERS, limit_s=BACK_S)
             say("all workers are ready and linked; sending each case without faults")

@@ -27,6 +27,8 @@ from tests.nemesis.plan import SERVICES
 PRELOADED = Path(__file__).with_name("preloaded.c")
 CLOCK = struct.Struct("qq")
 """Content of a clock file: the step in nanoseconds, and the number of readings with a step."""
+READ_DELAY = struct.Struct("q")
+"""What follows in that file: the delay of `preadv` in nanoseconds."""
 LOG_DISK_BYTES = 128 * 2**20
 """Size of the file system for the logs of one process: more than its rotated logs need."""
 REDIS_S = 60.0
@@ -132,6 +134,12 @@ class HostTools:
         """Return how often a process has read a wall clock with a step since `step_clock`."""
         return int(CLOCK.unpack(self._clock_file(name).read_bytes())[1])
 
+    def delay_reads(self, name: str, delay_s: float) -> None:
+        """Delay each `preadv` of a process, which is how it reads its file of KV."""
+        with self._clock_file(name).open("r+b") as file:
+            file.seek(CLOCK.size)
+            file.write(READ_DELAY.pack(round(delay_s * 1e9)))
+
     def log_dir(self, name: str) -> Path:
         """Return the directory of a process's logs."""
         return self._directory / "logs" / name
@@ -152,7 +160,7 @@ class HostTools:
         command = [compiler(), "-shared", "-fPIC", "-O1", "-o", str(library), str(PRELOADED), "-ldl"]
         subprocess.run(command, check=True, capture_output=True)
         for name in names:
-            self._clock_file(name).write_bytes(bytes(CLOCK.size))
+            self._clock_file(name).write_bytes(bytes(CLOCK.size + READ_DELAY.size))
         return {name: {"LD_PRELOAD": str(library), "CLOCK_STEP_FILE": str(self._clock_file(name))} for name in names}
 
     def _mount_logs(self, names: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from tests.nemesis.faults import (
     clock,
     kill,
+    kv_disk,
     log_disk,
     lost_node,
     partition,
@@ -35,5 +36,9 @@ FAULTS: Mapping[str, Inject] = {
     "redis_restart": redis_restart.redis_restart,
     "clock": clock.clock,
     "log_disk": log_disk.log_disk,
+    "disk_full": kv_disk.disk_full,
+    "disk_slow": kv_disk.disk_slow,
+    "disk_damaged": kv_disk.disk_damaged,
+    "disk_killed": kv_disk.disk_killed,
 }
 """Faults by the kinds of a plan."""

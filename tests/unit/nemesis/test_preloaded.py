@@ -1,4 +1,4 @@
-"""The preloaded library steps the wall clock of a process, counts its readings, and marks its connections."""
+"""The preloaded library steps the wall clock of a process, delays its reads, and marks its connections."""
 
 import json
 import os
@@ -17,6 +17,13 @@ REASON = host_unavailable_reason()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "processes can be disturbed")
 
 READ_CLOCKS = "import json, time; print(json.dumps([time.time(), time.monotonic()]))"
+READ_FILE = """
+import os, sys, time
+descriptor, content = os.open(sys.argv[1], os.O_RDONLY), bytearray(3)
+began_s = time.monotonic()
+assert os.preadv(descriptor, [content], 2) == 3
+print(bytes(content).decode(), time.monotonic() - began_s)
+"""
 CONNECT = """
 import socket, sys
 connection = socket.socket(int(sys.argv[1]))
@@ -79,3 +86,12 @@ def test_connection_comes_from_the_address_of_its_process(
         port = server.getsockname()[1]
         run(CONNECT, str(int(family)), host, str(port), SOURCE_ADDRESS="127.9.8.7", **tools.environs["p0"])
         assert server.accept()[1][0] == "127.9.8.7"
+
+
+def test_reads_of_a_file_are_delayed(tools: HostTools, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("0123456")
+    tools.delay_reads("p0", 0.1)
+    content, took_s = run(READ_FILE, str(path), **tools.environs["p0"]).split()
+    assert content == "234"
+    assert float(took_s) >= 0.1
