@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -106,6 +107,22 @@ def test_fixed_seeds_draw_windows_and_draft_models() -> None:
     models = [draw_settings(Random(seed)).model for seed in fixed_seeds()]
     assert {len(model.windows) for model in models} == {1, 2}
     assert {(model.draft is None, any(model.windows)) for model in models} == set(product((True, False), repeat=2))
+
+
+def test_fixed_seeds_draw_host_and_disk_tiers() -> None:
+    configs = [draw_settings(Random(seed)).config for seed in fixed_seeds()]
+    drawn = {(config.host_kv_memory is not None, config.disk_kv_size is not None) for config in configs}
+    assert drawn == set(product((True, False), repeat=2))
+
+
+@pytest.mark.slow
+def test_storms_reload_from_hosts_and_from_disks_that_fail() -> None:
+    reports = [run_seed(seed) for seed in (4, 6)]
+    reloaded = sum((report.num_reloaded for report in reports), start=Counter())
+    assert reloaded["host"] > 10 < reloaded["disk"]
+    assert all(report.num_audited_in_tiers > 0 for report in reports)
+    faults = {kind for report in reports for kind in report.faults}
+    assert faults >= {"disk-full", "disk-slow", "disk-flipped-bits", "disk-truncated", "disk-killed"}
 
 
 def test_storm_verifies_the_drafts_of_a_model_with_windows() -> None:

@@ -33,8 +33,8 @@ class LinkModel:
     bytes_per_s: speed.
     stuck: probability that a read stops at some block and continues only after `stuck_s`.
     reused: probability that the owner reuses a block under a read, although the block is leased, and fills it
-        again with the same content. The read gets wrong content, which only the block's generation shows. A
-        reload from the host tier is such a read, too.
+        again with the same content. The read gets wrong content, which only the block's generation shows.
+    reused_reloads: the same probability for each block that a worker reloads from its host tier.
     """
 
     latency_s: float = 0.000_05
@@ -43,6 +43,7 @@ class LinkModel:
     stuck: float = 0.0
     stuck_s: float = 20.0
     reused: float = 0.0
+    reused_reloads: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -69,8 +70,9 @@ class SimFabric:
         self._changed = asyncio.Event()
 
     def draws_reuse(self) -> bool:
-        """Return True if a block is reused under a read that begins now."""
-        return bool(self.link.reused) and self.rng.random() < self.link.reused
+        """Return True if a slot of a host tier is reused under a reload."""
+        probability = self.link.reused_reloads
+        return bool(probability) and self.rng.random() < probability
 
     def settle(self) -> None:
         """Let no block count as reused any more. Call it when no read is under way.
@@ -253,7 +255,7 @@ class SimTransferBackend:
                 self._unvalidated[key] += 1
                 self._fabric.pairs.add((self._memory.agent_name, source.memory.agent_name))
                 content = host.memory.block(source_block)
-                if self._fabric.draws_reuse():
+                if link.reused and rng.random() < link.reused:
                     self._reused[key] = self._fabric.num_settled
                     content = (REUSED,) * len(content)
                 self._own.write_block(destination, content)

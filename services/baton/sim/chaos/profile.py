@@ -91,7 +91,7 @@ class StormSettings:
             f"host={config.host_kv_memory or 0} disk={config.disk_kv_size or 0} eviction={config.kv_eviction} "
             f"windows={model.windows} drafts={model.draft is not None} "
             f"fixed_addresses={model.has_fixed_addresses} stuck={model.link.stuck:g} "
-            f"reused={model.link.reused:g} late={model.delays.late:g}"
+            f"reused={model.link.reused:g}/{model.link.reused_reloads:g} late={model.delays.late:g}"
         )
 
 
@@ -142,6 +142,7 @@ def draw_settings(rng: Random) -> StormSettings:
         step=SimStepCost(base_s=rng.choice((0.004, 0.004, 0.02))),
         link=replace(model.link, reused=rng.choice((0.0, 0.01))),
     )
+    model = replace(model, link=replace(model.link, reused_reloads=rng.choice((0.0, 0.1))))
     windows = rng.choice(((0,), (0,), (0,), (9,), (24, 0), (6, 40)))
     draft = SimStepCost(base_s=0.0004, per_token_s=0.00001) if rng.random() < 0.3 else None
     model = replace(model, windows=windows, draft=draft, num_blocks=model.num_blocks * len(windows))

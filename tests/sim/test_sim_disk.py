@@ -1,0 +1,76 @@
+"""The simulated disk: kills cut writes off, and the audit notices damage that a read does not report."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from baton.core.ids import WorkerRef
+from baton.engine.tiers.kv_tier import BlockToStore
+from baton.sim import virtual_time
+from baton.sim.sim_disk import READ_LATENCY_S, SimDisk
+from baton.sim.sim_memory import SimMemory
+from baton.worker.disk.disk_format import DiskDefect
+from baton.worker.tiers.disk_tier import DiskTier
+
+pytestmark = pytest.mark.sim
+
+SIZE, NUM_BLOCKS, BLOCK_BYTES = 4, 8, 16384
+HASHES = [bytes([number + 1]) * 16 for number in range(NUM_BLOCKS)]
+BLOCKS = [BlockToStore(block_id=number, block_hash=each) for number, each in enumerate(HASHES)]
+
+
+def opened(disk: SimDisk, device: SimMemory, epoch: int) -> DiskTier:
+    return disk.open(WorkerRef(worker_id="w", worker_epoch=epoch, address="w:1"), device, BLOCK_BYTES)
+
+
+def filled() -> SimMemory:
+    device = SimMemory(NUM_BLOCKS, SIZE)
+    for number in range(NUM_BLOCKS):
+        device.write_block(number, range(number + 10, number + 10 + SIZE))
+    return device
+
+
+def test_a_kill_in_mid_copy_leaves_content_that_is_right_or_found_to_be_unfinished() -> None:
+    async def main(seed: int) -> int:
+        disk, device = SimDisk(NUM_BLOCKS, SIZE, seed), filled()
+        storing = asyncio.ensure_future(opened(disk, device, 1).store(BLOCKS))
+        await asyncio.sleep(READ_LATENCY_S / 2)
+        assert disk.write_begun.is_set()
+        disk.kill()
+        await storing
+        again = opened(disk, device, 2)
+        held = [each for each in HASHES if again.holds(each)]
+        for number in range(NUM_BLOCKS):
+            device.write_block(number, (0,) * SIZE)
+        assert await again.load(held, range(len(held))) == len(held)
+        expected = filled()
+        assert [device.block(n) for n in range(len(held))] == [expected.block(HASHES.index(each)) for each in held]
+        assert disk.store is not None
+        disk.store.check()
+        return len(held)
+
+    counts = {virtual_time.run(main(seed)) for seed in range(40)}
+    assert min(counts) == 0
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate"])
+def test_damage_is_found_and_counted_or_the_audit_fails(fault: str) -> None:
+    async def main() -> None:
+        disk, device = SimDisk(NUM_BLOCKS, SIZE), filled()
+        tier = opened(disk, device, 1)
+        assert await tier.store(BLOCKS) == NUM_BLOCKS
+        if fault == "flip":
+            disk.corrupt(3)
+        else:
+            disk.file.truncate(Random(1))
+        assert await tier.load(HASHES, range(NUM_BLOCKS)) < NUM_BLOCKS
+        assert tier.defects[DiskDefect.DAMAGED_PAYLOAD] + tier.defects[DiskDefect.TRUNCATED] > 0
+        assert disk.store is not None
+        disk.store.check()
+        tier.defects.clear()
+        with pytest.raises(AssertionError, match="and 0 counted"):
+            disk.store.check()
+
+    virtual_time.run(main())
