@@ -94,7 +94,7 @@ def _data_pair(rng: Random) -> tuple[str, ...]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind(targets=_one_of(WORKERS), duration_s=(2.0, 10.0), restarts=True, weight=3),
+    "kill": Kind(targets=_one_of(WORKERS), duration_s=(2.0, 10.0), restarts=True, weight=5),
     "kill_service": Kind(targets=_one_of((*SCHEDULERS, *GATEWAYS)), duration_s=(1.0, 6.0), restarts=True, weight=2),
     "lost_node": Kind(targets=_data_pair, duration_s=(2.0, 12.0), restarts=True),
     "pause": Kind(targets=_one_of(SERVICES), duration_s=(3.0, 20.0), weight=3),

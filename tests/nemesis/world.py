@@ -132,7 +132,7 @@ class HostTools:
 
     def num_stepped_reads(self, name: str) -> int:
         """Return how often a process has read a wall clock with a step since `step_clock`."""
-        return int(CLOCK.unpack(self._clock_file(name).read_bytes())[1])
+        return int(CLOCK.unpack_from(self._clock_file(name).read_bytes())[1])
 
     def delay_reads(self, name: str, delay_s: float) -> None:
         """Delay each `preadv` of a process, which is how it reads its file of KV."""
