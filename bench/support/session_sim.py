@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
@@ -50,17 +51,25 @@ class DeviatingCost(SimStepCost):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimTiers:
-    """The tiers of the simulated cluster, in blocks of each worker. All workers are hybrid."""
+    """The tiers of the simulated cluster, in blocks of each worker.
+
+    workers: hybrid workers. pairs: prefill workers, and as many decode workers.
+    policy: as in `--policy`.
+    """
 
     workers: int
     device_blocks: int
     host_blocks: int
+    disk_blocks: int = 0
+    pairs: int = 0
     retain_blocks: int | None = None
+    policy: str = "kv_centric"
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all tiers of all workers."""
-        return self.workers * (self.device_blocks + self.host_blocks) * BLOCK_SIZE_TOKENS
+        blocks = self.device_blocks + self.host_blocks + self.disk_blocks
+        return (self.workers + 2 * self.pairs) * blocks * BLOCK_SIZE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +100,15 @@ class SessionCluster:
     def __init__(self, tiers: SimTiers, eviction: Eviction, seed: int) -> None:
         """Use it inside a virtual-time loop, after `start`."""
         config = ClusterConfig(
-            prefill=0,
-            decode=0,
+            prefill=tiers.pairs,
+            decode=tiers.pairs,
             hybrid=tiers.workers,
             log_dir=None,
-            policy="kv_centric",
+            policy=tiers.policy,
             block_size_tokens=BLOCK_SIZE_TOKENS,
             host_kv_memory=tiers.host_blocks * BLOCK_BYTES,
+            disk_kv=Path("simulated") if tiers.disk_blocks else None,
+            disk_kv_size=tiers.disk_blocks * BLOCK_BYTES or None,
             kv_eviction=eviction,
             kv_retain_memory=None if tiers.retain_blocks is None else tiers.retain_blocks * BLOCK_BYTES,
             max_num_batched_tokens=256,

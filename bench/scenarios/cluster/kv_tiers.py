@@ -1,0 +1,152 @@
+"""Simulates 2 prefill and 2 decode workers whose working set exceeds device memory, with and without slower tiers.
+
+python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FILE] [--seconds 300] [--ratio 1.3]
+[--cells none,host,host_blind,host_disk] [--seeds 1,2,3] [--json]
+
+The cluster is simulated (`baton.sim`): gateway, scheduler and workers are real, and devices, links, copies and
+disks take virtual time. The true costs of steps deviate by 30 % from the model that policies predict with, and
+each step deviates at random by as much. The working set is `--ratio` times the memory of all devices.
+
+none: no slower tier. host: a host tier of the size of the device. host_blind: the same, placed without
+  knowledge of slower tiers. host_disk: a host tier of half that size, and a disk tier of twice that size.
+sessions: conversations whose turns follow each other. trace: a conversation trace in Mooncake's format, with
+  lengths divided by 32. no_reuse: prompts that share nothing. documents: one question each about a long
+  document that another prompt had before.
+reload_ratio: predicted over actual seconds of the reloads that were complete.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.support.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
+from bench.support.session_sim import BLOCK_SIZE_TOKENS, Played, SimTiers, play
+from loadgen.plan import draws
+from loadgen.plan.arrivals import poisson
+from loadgen.plan.plan import Generated, Plan, PlannedRequest
+from loadgen.plan.sources.trace import Cut, read_mooncake, replay_mooncake
+
+TRACE = Path(__file__).parents[3] / "tests/data/mooncake_conversation_1000.jsonl.gz"
+SHRINK, MAX_TOKENS = 32, 1000
+PAIRS = 2
+SESSIONS_RPS, PROMPTS_RPS = 1.4, 6.0
+DOCUMENT_TOKENS, QUESTION_TOKENS, OUTPUT_TOKENS = 800, 32, 8
+LOADS = ("sessions", "trace", "no_reuse", "documents")
+CELLS = ("none", "host", "host_blind", "host_disk")
+
+
+class ReloadRatios(logging.Handler):
+    """Collects predicted over actual seconds of each reload from the log of the workers."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.values: list[float] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event: Any = record.msg
+        if isinstance(event, dict) and event.get("event") == "prefix_reloaded":
+            predicted_s, took_s = event["predicted_s"], event["took_s"]
+            if predicted_s is not None and took_s > 0:
+                self.values.append(predicted_s / took_s)
+
+
+def plan_of(load: str, *, trace: Path, seconds: float, seed: int) -> Plan:
+    """Return the plan of a load."""
+    if load == "sessions":
+        return session_plan(rate_rps=SESSIONS_RPS, seconds=seconds, seed=seed)
+    if load == "trace":
+        cut = Cut(duration_s=seconds, max_tokens=MAX_TOKENS)
+        requests = replay_mooncake(read_mooncake(trace), cut, seed=seed, shrink=SHRINK).requests
+        return Plan(name=load, seed=seed, vocabulary=VOCABULARY, requests=tuple(requests))
+    times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=PROMPTS_RPS, until_s=seconds)
+    num_documents = max(1, len(times_s) // 2)
+    requests = [
+        PlannedRequest(
+            index=index,
+            at_s=at_s,
+            segments=(
+                Generated(
+                    segment_id=index % num_documents if load == "documents" else index, num_tokens=DOCUMENT_TOKENS
+                ),
+                Generated(segment_id=len(times_s) + index, num_tokens=QUESTION_TOKENS),
+            ),
+            output_tokens=OUTPUT_TOKENS,
+        )
+        for index, at_s in enumerate(times_s)
+    ]
+    return Plan(name=load, seed=seed, vocabulary=VOCABULARY, requests=tuple(requests))
+
+
+def working_set(plan: Plan, seconds: float) -> float:
+    """Return the tokens that a cache must hold to reuse all that the plan can reuse, once it is warm."""
+    if any(request.session for request in plan.requests):
+        return working_set_tokens(plan, seconds / 3, seconds)
+    sizes = {
+        each.segment_id: each.num_tokens for r in plan.requests for each in r.segments if isinstance(each, Generated)
+    }
+    return float(sum(sizes.values()))
+
+
+def tiers_of(cell: str, device_blocks: int) -> SimTiers:
+    """Return the tiers of a cell."""
+    tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0)
+    if cell == "host_disk":
+        return replace(tiers, host_blocks=device_blocks // 2, disk_blocks=2 * device_blocks)
+    if cell == "none":
+        return tiers
+    policy = "bench.support.tier_blind:place" if cell == "host_blind" else tiers.policy
+    return replace(tiers, host_blocks=device_blocks, policy=policy)
+
+
+def row(plan: Plan, played: Sequence[Played], ratios: Sequence[float], seconds: float) -> dict[str, float | int]:
+    """Return the figures of the requests after the first third, which fills the tiers."""
+    counted = [each for each, at_s in zip(played, planned_times_s(plan), strict=True) if at_s >= seconds / 3]
+    ttfts_s = sorted(each.ttft_s for each in counted)
+    quantiles = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [float("nan")] * 9
+    return {
+        "requests": len(counted),
+        "hits": round(sum(e.num_cached_tokens for e in counted) / sum(e.num_prompt_tokens for e in counted), 4),
+        "mean_ttft_ms": round(1e3 * statistics.fmean(ttfts_s), 2),
+        "median_ttft_ms": round(1e3 * statistics.median(ttfts_s), 2),
+        "p90_ttft_ms": round(1e3 * ttfts_s[int(0.9 * len(ttfts_s))], 2),
+        "reloads": len(ratios),
+        "reload_ratio_p10": round(quantiles[0], 3),
+        "reload_ratio_p50": round(quantiles[4], 3),
+        "reload_ratio_p90": round(quantiles[8], 3),
+    }
+
+
+def main() -> None:
+    """Run the benchmark and print a row for each seed and cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", choices=LOADS, default="sessions")
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--seconds", type=float, default=300.0, help="arrivals, in virtual seconds")
+    parser.add_argument("--ratio", type=float, default=1.3, help="working set over the memory of all devices")
+    parser.add_argument("--cells", default=",".join(CELLS))
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    logging.getLogger("baton").handlers = [logging.NullHandler()]
+    logging.getLogger("baton").propagate = False
+    logger = logging.getLogger("baton.worker.tiers.reloads")
+    logger.setLevel(logging.INFO)
+    for seed in map(int, arguments.seeds.split(",")):
+        plan = plan_of(arguments.load, trace=arguments.trace, seconds=arguments.seconds, seed=seed)
+        tokens = working_set(plan, arguments.seconds) / arguments.ratio
+        device_blocks = max(80, int(tokens / (2 * PAIRS) / BLOCK_SIZE_TOKENS))
+        for cell in arguments.cells.split(","):
+            logger.handlers = [ratios := ReloadRatios()]
+            played = play(plan, tiers_of(cell, device_blocks), "value", seed=seed)
+            found = {"seed": seed, "load": arguments.load, "cell": cell, "device_blocks": device_blocks}
+            found |= row(plan, played, ratios.values, arguments.seconds)
+            print(json.dumps(found) if arguments.json else found, flush=True)
+
+
+if __name__ == "__main__":
+    main()
