@@ -1,11 +1,12 @@
-"""Simulates 2 prefill and 2 decode workers whose working set exceeds device memory, with and without slower tiers.
+"""Simulates a working set that exceeds device memory, with and without slower tiers.
 
-python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FILE] [--seconds 300] [--ratio 1.3]
-[--cells none,host,host_blind,host_disk] [--seeds 1,2,3] [--json]
+python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FILE] [--seconds 300]
+[--ratio 1.3] [--cells none,host,host_blind,host_disk] [--seeds 1,2,3] [--json]
 
-The cluster is simulated (`baton.sim`): gateway, scheduler and workers are real, and devices, links, copies and
-disks take virtual time. The true costs of steps deviate by 30 % from the model that policies predict with, and
-each step deviates at random by as much. The working set is `--ratio` times the memory of all devices.
+The cluster is simulated (`baton.sim`), with 2 prefill and 2 decode workers. Gateway, scheduler and workers
+are real; devices, links, copies and disks take virtual time. The true costs of steps deviate by 30 % from the
+model that policies predict with, and each step deviates at random by as much. The working set is `--ratio`
+times the memory of all devices.
 
 none: no slower tier. host: a host tier of the size of the device. host_blind: the same, placed without
   knowledge of slower tiers. host_disk: a host tier of half that size, and a disk tier of twice that size.
@@ -20,10 +21,14 @@ import json
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, Overlap
+from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.scheduler.policies.kv_centric import kv_centric
+from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from bench.support.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
 from bench.support.session_sim import BLOCK_SIZE_TOKENS, Played, SimTiers, play
 from loadgen.plan import draws
@@ -38,6 +43,29 @@ SESSIONS_RPS, PROMPTS_RPS = 1.4, 6.0
 DOCUMENT_TOKENS, QUESTION_TOKENS, OUTPUT_TOKENS = 800, 32, 8
 LOADS = ("sessions", "trace", "no_reuse", "documents")
 CELLS = ("none", "host", "host_blind", "host_disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOverlap:
+    """Implements `Overlap` for the blocks that a worker has on its device."""
+
+    num_blocks: int
+    num_held_blocks: int
+    num_reloaded_blocks: int = 0
+    num_disk_blocks: int = 0
+
+
+def place_tier_blind(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext) -> Choice | Rejection:
+    """Place as `kv_centric` does if no worker has announced a block of a slower tier."""
+    overlaps = {worker: _on_device(overlap) for worker, overlap in cluster.overlaps.items()}
+    return kv_centric(query, replace(cluster, overlaps=overlaps), context)
+
+
+def _on_device(overlap: Overlap) -> DeviceOverlap:
+    reloaded = overlap.num_reloaded_blocks
+    return DeviceOverlap(
+        num_blocks=max(0, overlap.num_blocks - reloaded), num_held_blocks=max(0, overlap.num_held_blocks - reloaded)
+    )
 
 
 class ReloadRatios(logging.Handler):
@@ -99,7 +127,7 @@ def tiers_of(cell: str, device_blocks: int) -> SimTiers:
         return replace(tiers, host_blocks=device_blocks // 2, disk_blocks=2 * device_blocks)
     if cell == "none":
         return tiers
-    policy = "bench.support.tier_blind:place" if cell == "host_blind" else tiers.policy
+    policy = "bench.scenarios.cluster.kv_tiers:place_tier_blind" if cell == "host_blind" else tiers.policy
     return replace(tiers, host_blocks=device_blocks, policy=policy)
 
 

@@ -45,7 +45,7 @@ async def _break(storm: StormContext, name: str, kind: str, duration_s: float, r
 
 
 async def _kill_in_mid_copy(storm: StormContext, name: str, down_s: float, rng: Random) -> None:
-    """Kill a worker when a write to its disk begins. Half of the time the file is damaged before a restart."""
+    """Kill a worker when a write to its disk begins. Half of the time its file is then damaged."""
     disk = storm.cluster.disks[name]
     disk.write_begun.clear()
     with suppress(TimeoutError):
