@@ -70,8 +70,14 @@ class SimCopies:
             self._host.write_block(slot, self._device.block(block_id))
 
     def to_device(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        for block_id, slot in zip(block_ids, slots, strict=True):
-            self._device.write_block(block_id, self._host.block(slot))
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            content = self._host.block(slot)
+            if self._is_reused():
+                block_hash = self._generations.entry(slot).block_hash
+                self._generations.begin_generation(slot)
+                self._generations.set_hash(slot, block_hash)
+                content = (REUSED,) * len(content)
+            self._device.write_block(block_id, content)
 
     def close(self) -> None:
         """Do nothing: the memories are Python objects."""

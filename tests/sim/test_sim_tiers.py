@@ -1,4 +1,4 @@
-"""The simulated disk: kills cut writes off, and the audit notices damage that a read does not report."""
+"""Simulated tiers: kills cut writes off, damage is found, and slots are reused under reloads."""
 
 import asyncio
 from random import Random
@@ -10,6 +10,7 @@ from baton.engine.tiers.kv_tier import BlockToStore
 from baton.sim import virtual_time
 from baton.sim.sim_disk import READ_LATENCY_S, SimDisk
 from baton.sim.sim_memory import SimMemory
+from baton.sim.sim_tier import REUSED, SimTierMemory
 from baton.worker.disk.disk_format import DiskDefect
 from baton.worker.tiers.disk_tier import DiskTier
 
@@ -72,5 +73,19 @@ def test_damage_is_found_and_counted_or_the_audit_fails(fault: str) -> None:
         tier.defects.clear()
         with pytest.raises(AssertionError, match="and 0 counted"):
             disk.store.check()
+
+    virtual_time.run(main())
+
+
+def test_a_slot_that_is_reused_under_a_reload_is_refused_by_its_generation() -> None:
+    async def main() -> None:
+        worker, device = WorkerRef(worker_id="w", worker_epoch=1, address="w:1"), filled()
+        memory, reused = SimTierMemory.of(worker, NUM_BLOCKS, SIZE), iter((False, True, False))
+        tier = memory.open(worker, device, BLOCK_BYTES, is_reused=lambda: next(reused))
+        assert await tier.store(BLOCKS[:3]) == 3
+        assert await tier.load(HASHES[:3], (5, 6, 7)) == 1
+        assert tier.totals.invalid_blocks == 2
+        assert device.block(6) == (REUSED,) * SIZE
+        assert memory.memory.block(1) == filled().block(1)
 
     virtual_time.run(main())
