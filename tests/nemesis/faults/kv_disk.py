@@ -34,8 +34,9 @@ async def disk_full(world: World, fault: Fault) -> AsyncIterator[None]:
         before = [written_ns(pid) for pid in pids]
         yield
         for name, pid, was in zip(fault.targets, pids, before, strict=True):
-            if written_ns(pid) != was:
-                raise NoEffect(f"{name} has written to its file of KV on a full disk")
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                if written_ns(pid) != was:
+                    raise NoEffect(f"{name} has written to its file of KV on a full disk")
     finally:
         for pid, limit in zip(pids, limits, strict=True):
             with suppress(ProcessLookupError):  # it has ended meanwhile
