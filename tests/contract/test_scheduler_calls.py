@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.placement import Placement, Rejection, StillWaiting
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
@@ -68,8 +68,8 @@ async def test_finished_explain_and_drain_pass_their_arguments(harness: NetworkH
     assert await scheduler.clear_tenant(b"salt") == ("w0", "w1")
     service.answer = CacheStats(
         since_s=2.5,
-        total=CacheUse(num_requests=2, num_prompt_tokens=64, cached_tokens={"host": 32}),
-        workers=(CacheUse(worker_id="w0", num_requests=1, num_prompt_tokens=32),),
+        total=TokenReuse(num_requests=2, num_prompt_tokens=64, cached_tokens={"host": 32}),
+        workers=(TokenReuse(worker_id="w0", num_requests=1, num_prompt_tokens=32),),
         ceiling_tokens=40.5,
         sampled_share=0.25,
     )

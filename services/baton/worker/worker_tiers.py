@@ -105,7 +105,7 @@ class WorkerTiers:
 
     @property
     def reload_counts(self) -> ReloadCounts:
-        """How many reloads there were since the start, by outcome."""
+        """Reloads since the start, by outcome."""
         return ReloadCounts() if self.reloads is None else self.reloads.totals.counts
 
     async def clear_tenant(self, tenant_salt: bytes) -> None:

@@ -14,7 +14,7 @@ from baton.cli.admin import admin_commands, locate_gateway
 from baton.cli.admin.gateway_connection import AdminContext, GatewayAddress, Intervals
 from baton.cli.main import cli, main
 from baton.core.client_api import ClusterStatus, ProcessInfo
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.worker_report import ReloadCounts, TierReport, WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
@@ -158,9 +158,9 @@ def cached_gateway(sampled_share: float = 1.0) -> FakeGateway:
         reloads=ReloadCounts(complete=5, incomplete=1, late=2),
     )
     gateway = FakeGateway(cluster_status(tiered, worker_report("w1")))
-    use = CacheUse(worker_id="w0", num_requests=3, num_prompt_tokens=400, cached_tokens={"device": 100, "host": 60})
+    use = TokenReuse(worker_id="w0", num_requests=3, num_prompt_tokens=400, cached_tokens={"device": 100, "host": 60})
     gateway.cache = CacheStats(
-        since_s=9.5, total=CacheUse() + use, workers=(use,), ceiling_tokens=210.0, sampled_share=sampled_share
+        since_s=9.5, total=TokenReuse() + use, workers=(use,), ceiling_tokens=210.0, sampled_share=sampled_share
     )
     return gateway
 

@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from baton.core.client_api import Caller, Timeline
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -421,7 +421,7 @@ class StubScheduler:
         return tuple(w.ref.worker_id for w in self.workers)
 
     async def cache_stats(self) -> CacheStats:
-        return CacheStats(total=CacheUse(num_requests=1))
+        return CacheStats(total=TokenReuse(num_requests=1))
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
         raise AssertionError("stub workers do not report")

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from baton.core.client_api import Caller, ClusterStatus, GenerateChunk, ModelInfo
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import TokenIds, token_ids
@@ -13,8 +13,8 @@ from baton.runtime.network.mailbox import Mailbox
 
 CACHE_STATS = CacheStats(
     since_s=7.5,
-    total=CacheUse(num_requests=3, num_prompt_tokens=300, cached_tokens={"device": 64, "disk": 32}),
-    workers=(CacheUse(worker_id="w0", num_requests=1, num_prompt_tokens=100, cached_tokens={"disk": 32}),),
+    total=TokenReuse(num_requests=3, num_prompt_tokens=300, cached_tokens={"device": 64, "disk": 32}),
+    workers=(TokenReuse(worker_id="w0", num_requests=1, num_prompt_tokens=100, cached_tokens={"disk": 32}),),
     ceiling_tokens=120.5,
     sampled_share=0.5,
 )

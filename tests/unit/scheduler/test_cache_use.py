@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
 from baton.prefix_index.eviction_record import EvictionRecord
@@ -28,11 +28,11 @@ def test_tokens_are_counted_by_worker_and_tier() -> None:
     counter.finished(ended("w1", ceiling_tokens=64.0), actuals(host=8, other_release=7))
     counter.finished(ended("w1", ceiling_tokens=64.0), actuals("worker_lost", host=8))
     stats = counter.stats(now_s=12.0)
-    w0 = CacheUse(worker_id="w0", num_requests=1, num_prompt_tokens=100)
-    w1 = CacheUse(
+    w0 = TokenReuse(worker_id="w0", num_requests=1, num_prompt_tokens=100)
+    w1 = TokenReuse(
         worker_id="w1", num_requests=2, num_prompt_tokens=200, cached_tokens={"device": 32, "disk": 16, "host": 8}
     )
-    assert (stats.workers, stats.total) == ((w0, w1), CacheUse() + w0 + w1)
+    assert (stats.workers, stats.total) == ((w0, w1), TokenReuse() + w0 + w1)
     assert (stats.since_s, stats.ceiling_tokens, stats.sampled_share) == (7.0, 128.0, 1.0)
 
 
@@ -66,7 +66,7 @@ def test_ceiling_has_answers_that_a_worker_holds_or_has_evicted() -> None:
 
 
 def test_stats_of_several_schedulers_are_added() -> None:
-    use = CacheUse(worker_id="w0", num_requests=1, num_prompt_tokens=100, cached_tokens={"host": 16})
+    use = TokenReuse(worker_id="w0", num_requests=1, num_prompt_tokens=100, cached_tokens={"host": 16})
     one = CacheStats(since_s=3.0, total=use, workers=(use,), ceiling_tokens=20.0, sampled_share=0.5)
     both = CacheStats.merged([one, CacheStats(since_s=9.0), one])
     assert both.workers == (use + use,)

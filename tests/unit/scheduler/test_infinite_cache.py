@@ -1,4 +1,4 @@
-"""The blocks that an infinite cache would have had: exact below the limit, sampled in bounded memory beyond."""
+"""Blocks that an infinite cache would have had: exact below the limit, sampled in bounded memory beyond."""
 
 import tracemalloc
 from random import Random

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from baton.cli.formatting import size, table
 from baton.core.client_api import ClusterStatus, WorkerStatus
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.kv.kv_events import Tier
 
 
@@ -49,7 +49,7 @@ def cache_json(status: ClusterStatus, stats: CacheStats) -> dict[str, Any]:
                     "incomplete": worker.reloads.incomplete,
                     "late": worker.reloads.late,
                 },
-                "use": _use_json(used.get(worker.worker.worker_id, CacheUse())),
+                "use": _use_json(used.get(worker.worker.worker_id, TokenReuse())),
             }
             for worker in status.workers
         ],
@@ -113,7 +113,7 @@ def _ceiling(stats: CacheStats) -> Text:
     )
 
 
-def _use_json(use: CacheUse) -> dict[str, Any]:
+def _use_json(use: TokenReuse) -> dict[str, Any]:
     cached: Mapping[str, int] = {tier.value: use.cached_tokens.get(tier.value, 0) for tier in Tier}
     by_tier = {**cached, "computed": use.num_prompt_tokens - use.num_cached_tokens}
     return {
@@ -124,10 +124,10 @@ def _use_json(use: CacheUse) -> dict[str, Any]:
     }
 
 
-def _share(num_tokens: float, use: CacheUse) -> float | None:
+def _share(num_tokens: float, use: TokenReuse) -> float | None:
     return num_tokens / use.num_prompt_tokens if use.num_prompt_tokens else None
 
 
-def _percent(num_tokens: float, use: CacheUse) -> str:
+def _percent(num_tokens: float, use: TokenReuse) -> str:
     share = _share(num_tokens, use)
     return "" if share is None else f"{share:.1%}"

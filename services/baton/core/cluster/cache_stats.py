@@ -1,4 +1,4 @@
-"""How many prompt tokens were reused from caches, and how many an infinite cache would have had."""
+"""Prompt tokens that were reused from caches, and those that an infinite cache would have had."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheUse:
+class TokenReuse:
     """Prompt tokens of completed requests, and those of them that were reused instead of computed.
 
     worker_id: the worker that computed the rest of the prompts; empty for all workers together.
@@ -24,9 +24,9 @@ class CacheUse:
         """Reused prompt tokens of all tiers."""
         return sum(self.cached_tokens.values())
 
-    def __add__(self, other: "CacheUse") -> "CacheUse":
+    def __add__(self, other: "TokenReuse") -> "TokenReuse":
         """Return the use of both; the worker is that of `self`."""
-        return CacheUse(
+        return TokenReuse(
             worker_id=self.worker_id,
             num_requests=self.num_requests + other.num_requests,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
@@ -46,8 +46,8 @@ class CacheStats:
     """
 
     since_s: float = 0.0
-    total: CacheUse = field(default_factory=CacheUse)
-    workers: tuple[CacheUse, ...] = ()
+    total: TokenReuse = field(default_factory=TokenReuse)
+    workers: tuple[TokenReuse, ...] = ()
     ceiling_tokens: float = 0.0
     sampled_share: float = 1.0
 
@@ -57,13 +57,13 @@ class CacheStats:
 
         The ceiling is too low then: a scheduler does not know the prompts that another one has placed.
         """
-        workers: dict[str, CacheUse] = {}
+        workers: dict[str, TokenReuse] = {}
         for use in (use for part in parts for use in part.workers):
             known = workers.get(use.worker_id)
             workers[use.worker_id] = use if known is None else known + use
         return cls(
             since_s=max((part.since_s for part in parts), default=0.0),
-            total=sum((part.total for part in parts), CacheUse()),
+            total=sum((part.total for part in parts), TokenReuse()),
             workers=tuple(workers[worker_id] for worker_id in sorted(workers)),
             ceiling_tokens=sum(part.ceiling_tokens for part in parts),
             sampled_share=min((part.sampled_share for part in parts), default=1.0),

@@ -22,7 +22,7 @@ from baton.core.client_api import (
     TotalUsage,
     WorkerStatus,
 )
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.worker_report import (
     BlockCounts,
@@ -277,7 +277,7 @@ _STATUS = MessageMapping(
 
 to_status, from_status = _STATUS.to_wire, _STATUS.from_wire
 
-_CACHE_USE = MessageMapping(CacheUse, admin_pb2.CacheUse, {"cached_tokens": nested(dict, dict)})
+_CACHE_USE = MessageMapping(TokenReuse, admin_pb2.CacheUse, {"cached_tokens": nested(dict, dict)})
 _CACHE_STATS = MessageMapping(
     CacheStats,
     admin_pb2.CacheStatsResponse,

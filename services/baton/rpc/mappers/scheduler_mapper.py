@@ -2,7 +2,7 @@
 
 import json
 
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, MissingReason, SessionTurn
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
@@ -229,7 +229,7 @@ _RECORD = MessageMapping(
 
 to_decision_record, from_decision_record = _RECORD.to_wire, _RECORD.from_wire
 
-_CACHE_USE = MessageMapping(CacheUse, pb.CacheUse, {"worker_id": _NAME, "cached_tokens": _COUNTS})
+_CACHE_USE = MessageMapping(TokenReuse, pb.CacheUse, {"worker_id": _NAME, "cached_tokens": _COUNTS})
 _CACHE_STATS = MessageMapping(
     CacheStats,
     pb.CacheStatsReply,

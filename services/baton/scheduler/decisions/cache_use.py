@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from baton.core.cluster.cache_stats import CacheStats, CacheUse
+from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import MissingReason
 from baton.core.cluster.placement import Placement
 from baton.core.kv.kv_events import Tier
@@ -31,8 +31,8 @@ class CacheUseCounter:
     def __init__(self, now_s: float) -> None:
         self._began_s = now_s
         self._seen = InfiniteCache()
-        self._total = CacheUse()
-        self._workers: OrderedDict[str, CacheUse] = OrderedDict()
+        self._total = TokenReuse()
+        self._workers: OrderedDict[str, TokenReuse] = OrderedDict()
         self._ceiling_tokens = 0.0
 
     def placed(self, decision: UnrecordedDecision) -> float:
@@ -53,7 +53,7 @@ class CacheUseCounter:
         computing = ended.placement.prefill or ended.placement.decode
         if actuals.outcome != FINISHED or computing is None:
             return
-        use = CacheUse(
+        use = TokenReuse(
             worker_id=computing.worker_id,
             num_requests=1,
             num_prompt_tokens=ended.num_prompt_tokens,

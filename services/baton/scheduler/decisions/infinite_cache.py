@@ -4,9 +4,9 @@ An infinite cache misses a block once: when it is first seen. Hits are therefore
 and only new blocks need an estimate, which blocks that are used often do not distort.
 
 All block hashes are remembered up to a limit, so far the count is exact. Beyond it, only hashes below a
-threshold are remembered, which is halved whenever there are too many. Each remembered new block then stands
-for 1 / (share of the hashes below the threshold) blocks. Whether a block is sampled depends on its hash alone,
-so all its uses are seen or none. Block hashes are uniform, and contain the tenant's salt.
+threshold are remembered, which is halved whenever there are too many. Each remembered new block then
+stands for 1 / (share of the hashes below the threshold) blocks. Whether a block is sampled depends on its
+hash alone, so all its uses are seen or none. Block hashes are uniform, and contain the tenant's salt.
 
 Sources: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15, sections 3 and 4.3 (spatial
 sampling at a fixed size, with hits from the exact number of references, as in SHARDS-adj); Flajolet, "On

@@ -57,7 +57,7 @@ def audit_tiers(cluster: SimCluster, expected: ExpectedBlocks) -> int:
     """
     num_audited = 0
     for name in sorted(cluster.workers):
-        for tier in cluster.workers[name].tiers:
+        for tier in cluster.workers[name].kv.tiers:
             for block_hash in tier.slots.all_hashes():
                 slot = tier.slots.slot_of(block_hash)
                 if slot is None or (tier.tier is Tier.DISK and cluster.disks[name].file.has_damaged_payload(slot)):

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 from baton.sim.chaos.faults.deaths import kill_and_restart
@@ -26,7 +27,11 @@ async def break_disks(storm: StormContext, rng: Random) -> None:
             if name not in failing:
                 failing.add(name)
                 task = group.create_task(_break(storm, name, kind, duration_s, Random(seed)))
-                task.add_done_callback(lambda _, name=name: failing.discard(name))
+                task.add_done_callback(partial(_forget, failing, name))
+
+
+def _forget(failing: set[str], name: str, _: object) -> None:
+    failing.discard(name)
 
 
 async def _break(storm: StormContext, name: str, kind: str, duration_s: float, rng: Random) -> None:
