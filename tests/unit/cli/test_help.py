@@ -47,6 +47,8 @@ FLAGS = {
     "--redis-url --host --admin-port --log-dir --log-level --config",
     "status": "--watch --json --gateway --url --gateway-ca --gateway-name --api-key",
     "explain": "--gateway --url --gateway-ca --gateway-name --api-key",
+    "cache stats": "--json --gateway --url --gateway-ca --gateway-name --api-key",
+    "cache clear": "--tenant --gateway --url --gateway-ca --gateway-name --api-key",
     "drain": "--here --wait --drain-socket --limit-s --gateway --url --gateway-ca --gateway-name --api-key",
     "config": "--schema --json --config --http-port",
     "doctor": "--json",

@@ -53,9 +53,10 @@ def test_pauses_beyond_the_bins_are_no_return() -> None:
 def test_own_pauses_outweigh_those_of_the_kind() -> None:
     kind = [0.1] * NUM_BINS
     own = with_own_pauses(kind, [(7, 1.0)] * 8, 2.0)
-    assert own[7] == pytest.approx((8 + 0.2) / 10)
-    assert own[6] == pytest.approx(0.2 / 10), "it never returned earlier"
-    assert own[8] == pytest.approx(0.1), "it was never idle for longer"
+    assert own[7] == pytest.approx((8 * 0.4 + 0.2) / (8 * 0.7 + 2)), "of the parts that were idle when it began"
+    assert own[6] == pytest.approx((8 * 0.2 + 0.2) / (8 * 0.9 + 2))
+    assert own[4] == pytest.approx(0.2 / 10), "it never returned so early"
+    assert own[10] == pytest.approx(0.1), "it was never idle for so long"
     assert with_own_pauses(kind, [], 2.0) == pytest.approx(kind)
 
 
