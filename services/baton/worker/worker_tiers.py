@@ -45,18 +45,6 @@ class WorkerTiers:
         self.tiers = parts.tiers
         self._pool, self._layout, self._tasks = parts.pool, parts.executor.layout, tasks
         chunk_tokens = parts.engine_config.max_num_batched_tokens
-        self.copies_out = [
-            CopyOut(
-                parts.pool,
-                tier,
-                block_bytes=tier.block_bytes,
-                chunk_tokens=chunk_tokens,
-                costs=costs,
-                is_busy=lambda: not engine.is_idle,
-                on_stored=on_stored,
-            )
-            for tier in self.tiers
-        ]
         self.retention = Retention(
             parts.pool,
             parts.tier,
@@ -67,6 +55,19 @@ class WorkerTiers:
             costs=costs,
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        self.copies_out = [
+            CopyOut(
+                parts.pool,
+                tier,
+                block_bytes=tier.block_bytes,
+                chunk_tokens=chunk_tokens,
+                costs=costs,
+                is_busy=lambda: not engine.is_idle,
+                on_stored=on_stored,
+                to_copy=self.retention.to_copy if tier is parts.tier else lambda: None,
+            )
+            for tier in self.tiers
+        ]
         self.reloads: Reloads | None = None
         self.prefetches: Prefetches | None = None
         self.preempted_kv: PreemptedKv | None = None

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.core.kv.block_hash import NO_HASH
+from baton.engine.retention.content_owner import ContentOwner, OwnerKind
 from tests.unit.engine.pool_helpers import EVICTED, STORED, A, B, C, D, allocated, make_pool, receiving, stored_chain
 
 
@@ -52,6 +53,18 @@ def test_use_of_a_cached_block_makes_it_most_recently_used() -> None:
     pool.unref(young)
     pool.unref(pool.match([A], 1))
     assert allocated(pool, 1) == young
+
+
+def test_block_without_content_has_no_owner() -> None:
+    """The next content of the block would else count as shared by both owners."""
+    pool, _ = make_pool()
+    owners = [ContentOwner(OwnerKind.LATER_TURN, "t", clock=lambda: 0.0) for _ in range(2)]
+    for owner in owners:
+        owner.shared = ContentOwner(OwnerKind.SHARED, "t", clock=lambda: 0.0)
+    pool.unref(allocated(pool, 4), owners[0])
+    blocks = stored_chain(pool, (A, B))
+    pool.unref(blocks, owners[1])
+    assert [pool.use_of(block_id).owner for block_id in blocks] == [owners[1]] * 2
 
 
 def test_block_in_use_is_never_evicted() -> None:

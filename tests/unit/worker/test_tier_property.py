@@ -172,8 +172,27 @@ class World:
         engine = Engine(config, self.pool, clock=lambda: 0.0)
         self.disk = None if self.file is None else self.open_disk(self.file)
         self.tiers = [self.tier] if self.disk is None else [self.tier, self.disk]
+        self.budget = self.rng.randint(0, 4)
+        self.retention = Retention(
+            self.pool,
+            self.tier,
+            policy=self.policy,
+            retain_memory=self.budget * shape,
+            block_bytes=shape,
+            chunk_tokens=16,
+            costs=lambda: COSTS,
+            clock=lambda: self.now_s,
+        )
         self.copies_out = [
-            CopyOut(self.pool, tier, block_bytes=2**18, chunk_tokens=16, costs=lambda: COSTS, is_busy=lambda: False)
+            CopyOut(
+                self.pool,
+                tier,
+                block_bytes=2**18,
+                chunk_tokens=16,
+                costs=lambda: COSTS,
+                is_busy=lambda: False,
+                to_copy=self.retention.to_copy if tier is self.tier else lambda: None,
+            )
             for tier in self.tiers
         ]
         self.reloads = Reloads(engine=engine, tiers=SlowerTiers(self.tiers), tasks=self.tasks, costs=lambda: COSTS)
@@ -188,17 +207,6 @@ class World:
             costs=lambda: COSTS,
             chunk_tokens=16,
             returned=self.returned,
-        )
-        self.budget = self.rng.randint(0, 4)
-        self.retention = Retention(
-            self.pool,
-            self.tier,
-            policy=self.policy,
-            retain_memory=self.budget * shape,
-            block_bytes=shape,
-            chunk_tokens=16,
-            costs=lambda: COSTS,
-            clock=lambda: self.now_s,
         )
 
     def open_disk(self, file: MemoryFile) -> DiskTier:

@@ -166,14 +166,14 @@ class BlockPool(PoolContents):
         Pass the blocks in the order of the sequence. They are released in reverse order, so that a chain is
         evicted from its tail.
 
-        owner: who has used them; None if that is known already, or unknown
+        owner: who has used their content; None if that is known already, or unknown
         """
         num_tables = self.windows.num_tables
         for index in range(len(block_ids) - 1, -1, -1):
             block_id = block_ids[index]
             if not self._refs[block_id]:
                 raise ValueError(f"block {block_id} has no reference; it cannot be unreferenced")
-            if owner is not None:
+            if owner is not None and self._contents.has_content(block_id):
                 self._set_use(block_id, owner, index // num_tables)
             self._count(block_id, refs=-1)
             self._release(block_id)

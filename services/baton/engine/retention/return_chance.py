@@ -79,12 +79,14 @@ def return_rate(hazards: Sequence[float], age_s: float) -> float:
     """Return how likely content of this age is used again, per second for which it is kept.
 
     It may be kept until any later age and then be dropped, so the best such rate counts (Gittins index). Two
-    contents with the same chance of return thus differ if one of them returns sooner.
+    contents with the same chance of return thus differ if one of them returns sooner. Within a bin the hazard
+    is even, so what is left of a bin has a part of it.
     """
     best, chance, kept_s, left = 0.0, 0.0, 0.0, 1.0
     for index in range(bin_of(age_s), NUM_BINS):
-        width_s = EDGES_S[index + 1] - max(age_s, EDGES_S[index])
-        returned = left * hazards[index]
+        full_s = EDGES_S[index + 1] - EDGES_S[index]
+        width_s = min(full_s, EDGES_S[index + 1] - age_s)
+        returned = left * (1 - (1 - hazards[index]) ** (width_s / full_s))
         chance += returned
         kept_s += (left - returned / 2) * width_s
         left -= returned

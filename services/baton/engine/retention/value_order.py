@@ -1,19 +1,21 @@
 """Evicts the content first that is expected to save the fewest seconds for the time that it is kept.
 
 The value of a block is the seconds that its next use saves, times the chance that its owner returns, per
-second for which it is kept until then (`ContentOwners.return_rate`).
+second for which it is kept until then (`ContentOwners.return_rate`). Content that another tier has, too, can
+be evicted before all other content.
 """
 
-from collections.abc import Callable, Set
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Sequence, Set
+from heapq import heapify, heappop, heappush, nlargest
 from itertools import count
 from typing import NamedTuple
 
 from baton.engine.retention.content_owner import ContentOwner, ContentUse
 from baton.engine.retention.eviction_order import NOTHING
 
-SavedSeconds = Callable[[int, bool], float]
-"""(position in the chain, whether another tier has a copy) -> seconds that the next use saves. Above 0."""
+ContentValue = Callable[[float, int, bool, bool], float]
+"""(chance of a use per second, position in the chain, whether another tier has a copy, whether a request of
+the owner runs) -> value of a block."""
 
 MIN_OLD_ENTRIES = 64
 """Outdated entries of a heap are dropped once there are so many more of them than others."""
@@ -55,6 +57,10 @@ class _Group:
             self.in_order = sorted(self.entries.values())
 
 
+_Ranked = tuple[float, int, _Group]
+"""Value of what a group loses next, number, group."""
+
+
 class _NextContent(NamedTuple):
     """The next content of a group that `first` returns. Sorted by value."""
 
@@ -69,7 +75,7 @@ class ValueOrder:
 
     An owner's content is evicted from the end of its chains, whatever was used last; what has a copy in
     another tier apart from what has none. Each such group is in a heap by the value of what it would lose
-    next. Chances change with time only when a pause reaches its next bin, for which there is a second heap.
+    next. Chances change with time only when a pause reaches its next bin, for which there is another heap.
     Each operation therefore takes logarithmic time, if the bins of a pause are not counted.
     """
 
@@ -78,15 +84,21 @@ class ValueOrder:
         *,
         clock: Callable[[], float],
         return_rate: Callable[[ContentOwner | None], float],
-        saved_s: SavedSeconds,
+        value: ContentValue,
         has_copy: Callable[[int], bool],
+        kept_copies: int | None = None,
     ) -> None:
-        """has_copy: returns True if another tier has a copy of the content of a block or slot"""
+        """has_copy: returns True if another tier has a copy of the content of a block or slot.
+
+        kept_copies: content with a copy is evicted after all other, but what exceeds this number before it;
+            None: all content is evicted by its value.
+        """
         self._clock, self._return_rate = clock, return_rate
-        self._saved_s, self._has_copy = saved_s, has_copy
+        self._value_of, self._has_copy, self._kept_copies = value, has_copy, kept_copies
         self._groups: dict[tuple[ContentOwner | None, bool], _Group] = {}
         self._group_of: dict[int, _Group] = {}
-        self._by_value: list[tuple[float, int, _Group]] = []
+        self._num_copied = 0
+        self._by_value: dict[bool, list[_Ranked]] = {False: [], True: []}  # heaps, by whether there is a copy
         self._next_bins: list[tuple[float, int, _Group]] = []
         self._numbers = count()
 
@@ -96,6 +108,11 @@ class ValueOrder:
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._group_of
 
+    @property
+    def num_copied(self) -> int:
+        """Amount of idle content of which another tier has a copy."""
+        return self._num_copied
+
     def put(self, block_id: int, use: ContentUse) -> None:
         self._add(use.owner, (-use.position, next(self._numbers), block_id))
 
@@ -104,6 +121,7 @@ class ValueOrder:
         entry = group.entries[block_id]
         was_next = group.first() is entry
         del group.entries[block_id]
+        self._num_copied -= group.has_copy
         if not group.entries:
             del self._groups[group.owner, group.has_copy]
             group.number, group.next_at_s = -1, None
@@ -111,30 +129,39 @@ class ValueOrder:
             self._rank(group)
 
     def first(self, count: int, excluded: Set[int] = NOTHING) -> list[int]:
+        if self._kept_copies is None:
+            return self._first_of((False, True), count, excluded)
+        surplus = self._first_of((True,), min(count, self._num_copied - self._kept_copies), excluded)
+        alone = self._first_of((False,), count - len(surplus), excluded)
+        if (num_left := count - len(surplus) - len(alone)) <= 0:
+            return surplus + alone
+        return surplus + alone + self._first_of((True,), len(surplus) + num_left, excluded)[len(surplus) :]
+
+    def first_without_copy(self, count: int, above_rate: float) -> list[int]:
+        """Return content that no other tier has, of the owners whose content is evicted next.
+
+        Each chain is returned from its beginning, without which the rest of it is of no use.
+        above_rate: owners whose chance of return per second is not above it are left out
+        """
         self._assess_changed()
         found: list[int] = []
-        opened: list[tuple[float, int, _Group]] = []
-        passed: list[_NextContent] = []
-        cursors: list[_NextContent] = []
-        while len(found) < count:
-            top = self._lowest()
-            if top is not None and (not cursors or top[0] <= cursors[0].value):
-                opened.append(heappop(self._by_value))
-                self._open(top[2], cursors)
-            elif cursors:
-                cursor = heappop(cursors)
-                if cursor.entry[2] not in excluded:
-                    found.append(cursor.entry[2])
-                heappop(cursor.group.in_order)
-                passed.append(cursor)
-                self._open(cursor.group, cursors)
-            else:
-                break
-        for each in passed:
-            heappush(each.group.in_order, each.entry)
+        opened: list[_Ranked] = []
+        while len(found) < count and (top := self._lowest((False,))) is not None:
+            opened.append(heappop(self._by_value[False]))
+            if top[2].rate > above_rate:
+                found += [entry[2] for entry in nlargest(count - len(found), top[2].entries.values())]
         for ranked in opened:
-            heappush(self._by_value, ranked)
+            heappush(self._by_value[False], ranked)
         return found
+
+    def rate_of_first(self) -> float:
+        """Return the chance per second that the owner of what is evicted next returns.
+
+        -1 if another tier has a copy of that, or if there is no content.
+        """
+        first = next(iter(self.first(1)), None)
+        group = None if first is None else self._group_of[first]
+        return -1.0 if group is None or group.has_copy else group.rate
 
     def copy_changed(self, block_id: int) -> None:
         group = self._group_of.get(block_id)
@@ -161,13 +188,42 @@ class ValueOrder:
             group = self._groups[key] = _Group(owner, has_copy=key[1])
         group.add(entry)
         self._group_of[entry[2]] = group
+        self._num_copied += group.has_copy
         if len(group.entries) == 1:
             self._assess(group)
         elif group.first() is entry:
             self._rank(group)
 
+    def _first_of(self, kinds: Sequence[bool], count: int, excluded: Set[int]) -> list[int]:
+        """Return what is evicted next of the content with a copy, without one, or both."""
+        self._assess_changed()
+        found: list[int] = []
+        opened: list[_Ranked] = []
+        passed: list[_NextContent] = []
+        cursors: list[_NextContent] = []
+        while len(found) < count:
+            top = self._lowest(kinds)
+            if top is not None and (not cursors or top[0] <= cursors[0].value):
+                opened.append(heappop(self._by_value[top[2].has_copy]))
+                self._open(top[2], cursors)
+            elif cursors:
+                cursor = heappop(cursors)
+                if cursor.entry[2] not in excluded:
+                    found.append(cursor.entry[2])
+                heappop(cursor.group.in_order)
+                passed.append(cursor)
+                self._open(cursor.group, cursors)
+            else:
+                break
+        for each in passed:
+            heappush(each.group.in_order, each.entry)
+        for ranked in opened:
+            heappush(self._by_value[ranked[2].has_copy], ranked)
+        return found
+
     def _value(self, group: _Group, entry: _Entry) -> float:
-        return group.rate * self._saved_s(-entry[0], group.has_copy)
+        is_running = group.owner is not None and group.owner.num_running > 0
+        return self._value_of(group.rate, -entry[0], group.has_copy, is_running)
 
     def _open(self, group: _Group, cursors: list[_NextContent]) -> None:
         entry = group.first()
@@ -193,16 +249,22 @@ class ValueOrder:
         if entry is None:
             raise AssertionError("a group without content has no rank")
         group.number = next(self._numbers)
-        heappush(self._by_value, (self._value(group, entry), group.number, group))
-        if len(self._by_value) > 2 * len(self._groups) + MIN_OLD_ENTRIES:
-            self._by_value = [ranked for ranked in self._by_value if ranked[1] == ranked[2].number]
-            heapify(self._by_value)
+        heap = self._by_value[group.has_copy]
+        heappush(heap, (self._value(group, entry), group.number, group))
+        if len(heap) > 2 * len(self._groups) + MIN_OLD_ENTRIES:
+            heap[:] = [ranked for ranked in heap if ranked[1] == ranked[2].number]
+            heapify(heap)
 
-    def _lowest(self) -> tuple[float, int, _Group] | None:
-        """Return the entry of the group with the lowest value."""
-        while self._by_value and self._by_value[0][1] != self._by_value[0][2].number:
-            heappop(self._by_value)
-        return self._by_value[0] if self._by_value else None
+    def _lowest(self, kinds: Sequence[bool]) -> _Ranked | None:
+        """Return the entry of the group of these kinds with the lowest value."""
+        lowest: _Ranked | None = None
+        for kind in kinds:
+            heap = self._by_value[kind]
+            while heap and heap[0][1] != heap[0][2].number:
+                heappop(heap)
+            if heap and (lowest is None or heap[0] < lowest):
+                lowest = heap[0]
+        return lowest
 
     def _assess_changed(self) -> None:
         """Compute the chances anew of owners whose pauses have reached a new bin."""

@@ -67,6 +67,11 @@ class TierSlots:
         free, held = len(self._free), len(self._content)
         return TierCounts(total=self.num_slots, free=free, held=held, busy=self.num_slots - free - held)
 
+    @property
+    def has_free(self) -> bool:
+        """True if a slot has no content, and nothing uses it."""
+        return bool(self._free)
+
     def slot_of(self, block_hash: BlockHash) -> int | None:
         """Return the slot that holds the content; None if there is none, or if it is still being filled."""
         slot = self._by_hash.get(block_hash)

@@ -1,8 +1,9 @@
 """Copies idle blocks of the device to a slower tier, in the background.
 
-Blocks of preempted sequences come first, then those at their second use and those of a session whose client
-has announced its next turn, then those that are slow to compute again. Within each group the block that
-became idle first comes first.
+Blocks of preempted sequences come first, then those of a session whose client has announced its next turn,
+then those at their second use, then those that are slow to compute again. Within each group the block that
+became idle first comes first. A tier that should not hold what the device holds gets the last two groups only
+shortly before the device evicts them.
 """
 
 import asyncio
@@ -32,28 +33,40 @@ class CopyOut:
         costs: Callable[[], StepCostModel | None],
         is_busy: Callable[[], bool],
         on_stored: Callable[[], None] = lambda: None,
+        to_copy: Callable[[], list[int] | None] = lambda: None,
     ) -> None:
         """Follow `pool`. `run` copies.
 
         chunk_tokens: most tokens of a step
         is_busy: returns True while steps run, which copies must not delay
         on_stored: called when the content of the tier has changed
+        to_copy: returns the idle blocks to copy if they are worth it, besides preempted and announced ones;
+            None: all
         """
         self._pool, self._tier = pool, tier
         self._block_bytes, self._chunk_tokens = block_bytes, chunk_tokens
         self._costs, self._is_busy, self._on_stored = costs, is_busy, on_stored
+        self._to_copy = to_copy
         self._demoted: OrderedDict[int, None] = OrderedDict()
+        self._announced: OrderedDict[int, None] = OrderedDict()
         self._reused: OrderedDict[int, None] = OrderedDict()
         self._others: OrderedDict[int, None] = OrderedDict()
+        self._queues = (self._demoted, self._announced, self._reused, self._others)
         self._woken = asyncio.Event()
         pool.add_listener(self)
         pool.on_freed(self._wake)
+        pool.on_forgotten(lambda _: self._wake())
 
     def became_idle(self, block_id: int) -> None:
         """Consider a block. A replica is left to the worker that it was pulled from."""
         self._forget(block_id)
-        if not self._pool.is_replica(block_id):
-            (self._reused if self._returns(block_id) else self._others)[block_id] = None
+        owner, _, is_reused = self._pool.use_of(block_id)
+        if self._pool.is_replica(block_id):
+            return
+        if owner is not None and owner.is_announced:
+            self._announced[block_id] = None
+        else:
+            (self._reused if is_reused else self._others)[block_id] = None
 
     def demote(self, block_ids: Iterable[int]) -> None:
         """Copy idle blocks first, in this order, because they will certainly be used again."""
@@ -74,24 +87,35 @@ class CopyOut:
             while batch := self.next_batch():
                 before_s = self._tier.stores_busy_s
                 try:
-                    await self._tier.store(batch)
+                    num_stored = await self._tier.store(batch)
                 finally:
                     self._pool.end_copy([block.block_id for block in batch])
                 self._on_stored()
                 busy_s = self._tier.stores_busy_s - before_s
                 await asyncio.sleep(pause_after_s(busy_s, is_busy=self._is_busy()))
+                if not num_stored:  # no slot is idle, or copies fail: wait until more blocks become idle
+                    self._woken.clear()  # the end of this copy has set it
+                    break
 
     def next_batch(self) -> list[BlockToStore]:
         """Take the blocks that are copied next, and keep them from being reallocated."""
         batch: list[BlockToStore] = []
         most = max_copied_blocks(self._pool.num_allocatable, self._block_bytes)
-        for queue in (self._demoted, self._reused, self._others):
+        only = self._to_copy()
+        waiting = (self._reused, self._others) if only is None else ()
+        for queue in (self._demoted, self._announced, *waiting):
             while queue and len(batch) < most:
                 block_id, _ = queue.popitem(last=False)
-                block = self._to_store(block_id, is_demoted=queue is self._demoted)
-                if block is not None:
-                    batch.append(block)
+                self._take(block_id, batch, is_demoted=queue is self._demoted)
+        for block_id in only or ():
+            if len(batch) < most:
+                self._take(block_id, batch, is_demoted=False)
         return batch
+
+    def _take(self, block_id: int, batch: list[BlockToStore], *, is_demoted: bool) -> None:
+        block = self._to_store(block_id, is_demoted=is_demoted)
+        if block is not None:
+            batch.append(block)
 
     def _to_store(self, block_id: int, *, is_demoted: bool) -> BlockToStore | None:
         """Return the block if it is still idle and worth it. One that is in use will become idle again."""
@@ -128,9 +152,9 @@ class CopyOut:
         return is_worth_copying(is_reused=returns, compute_s=compute_s, reload_s=self._tier.load_s(1))
 
     def _forget(self, block_id: int) -> None:
-        for queue in (self._demoted, self._reused, self._others):
+        for queue in self._queues:
             queue.pop(block_id, None)
 
     def _wake(self) -> None:
-        if self._demoted or self._reused or self._others:
+        if any(self._queues):
             self._woken.set()

@@ -30,7 +30,7 @@ class Rig:
             inner = ValueOrder(
                 clock=lambda: self.now_s,
                 return_rate=self.owners.return_rate,
-                saved_s=lambda position, _: 1.0 + position,
+                value=lambda rate, position, *_: rate * (1.0 + position),
                 has_copy=lambda _: False,
             )
         self.order = RetainingOrder(inner, clock=lambda: self.now_s, size=size, tenant_blocks=budget)

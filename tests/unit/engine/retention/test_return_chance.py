@@ -80,8 +80,15 @@ def test_rate_is_the_best_over_all_times_to_keep() -> None:
             left, chance, kept_s = 1.0, 0.0, 0.0
             for index in range(bin_of(age_s), until + 1):
                 width_s = EDGES_S[index + 1] - max(age_s, EDGES_S[index])
-                kept_s += left * (1 - hazards[index]) * width_s + left * hazards[index] * width_s / 2
-                chance += left * hazards[index]
-                left *= 1 - hazards[index]
+                returned = 1 - (1 - hazards[index]) ** (width_s / (EDGES_S[index + 1] - EDGES_S[index]))
+                kept_s += left * (1 - returned) * width_s + left * returned * width_s / 2
+                chance += left * returned
+                left *= 1 - returned
             rates.append(chance / kept_s)
         assert return_rate(hazards, age_s) == pytest.approx(max(rates))
+
+
+def test_rate_does_not_rise_towards_the_end_of_a_bin() -> None:
+    hazards = [0.2] * NUM_BINS
+    edge_s = EDGES_S[12]
+    assert return_rate(hazards, edge_s - 1e-6) == pytest.approx(return_rate(hazards, EDGES_S[11]), rel=0.01)
