@@ -1,4 +1,4 @@
-"""A worker that keeps KV on disk and is killed: after the restart prompts are reloaded from the disk.
+"""Workers that keep KV on disk: after a kill, and after a restart of the whole cluster, prompts are reloaded.
 
 With the demo model; every token is compared with an answer of the model alone.
 """
@@ -17,7 +17,7 @@ from tests.integration.cluster.clients import Client, Request, Response
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 MIB = 2**20
-NUM_PROMPTS, PROMPT_TOKENS = 4, 320
+NUM_PROMPTS, PROMPT_TOKENS = 4, 800
 DISK_SHARE = 0.95
 """Least share of the prompts that comes from the disk after the restart: all but the last block of each."""
 
@@ -52,3 +52,25 @@ async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker:
         from_disk = sum(response.timeline.cached_tokens_by_tier.get("disk", 0) for response in after[::2])
         assert from_disk >= DISK_SHARE * NUM_PROMPTS * (PROMPT_TOKENS - 16)
         assert not any(response.timeline.cached_tokens_by_tier.get("disk", 0) for response in before)
+
+
+def cached_share(responses: list[Response]) -> float:
+    """Return the share of the prompts that was in any tier."""
+    cached = sum(sum(each.timeline.cached_tokens_by_tier.values()) for each in responses)
+    return cached / (PROMPT_TOKENS * len(responses))
+
+
+async def test_a_restarted_cluster_hits_as_much_as_before(tmp_path: Path, checker: ExactnessChecker) -> None:
+    """All processes are new. Both roles find their prompts on their disks."""
+    settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
+    topology = {"prefill": 1, "decode": 1, "hybrid": 0}
+    num_blocks = NUM_PROMPTS * (PROMPT_TOKENS // 16 - 1)
+    async with process_cluster(**topology, **settings) as cluster, Client(cluster) as client:
+        before = await answered(client)
+        await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
+    async with process_cluster(**topology, **settings) as cluster, Client(cluster) as client:
+        await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
+        after = await answered(client)
+    checker.check([answer for response in (*before, *after) for answer in response.answers()])
+    assert cached_share(after[::2]) >= cached_share(before[1::2]) - 0.02
+    assert cached_share(before[::2]) == 0.0

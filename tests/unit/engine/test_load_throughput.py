@@ -65,3 +65,15 @@ def test_a_load_that_read_nothing_says_nothing() -> None:
     speed.begin(0.0)
     speed.end(0, 5.0)
     assert speed.predicted_s(1000) is None
+
+
+def test_loads_under_way_count_after_the_others_were_forgotten() -> None:
+    speed = LoadThroughput()
+    speed.begin(0.0)
+    speed.observe_part(9.0)
+    speed.end(1000, 10.0)
+    speed.begin(20.0)
+    speed.forget()
+    assert speed.predicted_s(1000) is None
+    speed.end(1000, 21.0)
+    assert speed.predicted_s(1000) == pytest.approx(1.0)

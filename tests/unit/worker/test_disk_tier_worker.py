@@ -213,3 +213,17 @@ async def test_schedulers_learn_what_the_disk_holds_at_start() -> None:
         snapshot = await simulated.feed.snapshot(host.node.ref)
         assert snapshot is not None
         assert set(snapshot.hashes[Tier.DISK]) == set(disk_of(host.node).announced_hashes()) != set()
+
+
+@virtual
+async def test_the_first_read_after_a_start_says_nothing_about_the_next_ones() -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated), 0)
+        simulated.disks["p"].latency_s = 5.0
+        host = await restarted(simulated, num_blocks=128)
+        await asyncio.sleep(1)
+        simulated.disks["p"].latency_s = 0.0001
+        await asyncio.sleep(10)
+        assert disk_of(host.node).load_s(1) < 0.1
+        assert disk_of(host.node).totals.loaded_blocks == 0
+        await simulated.until_clean()

@@ -23,6 +23,10 @@ class LoadThroughput:
         """Seconds per byte while loads run; None before the first."""
         return self._speed.s_per_byte
 
+    def forget(self) -> None:
+        """Drop what was measured. Loads that run are counted when they end."""
+        self._speed, self._part_s = CopySpeed(), None
+
     def predicted_s(self, num_bytes: int) -> float | None:
         """Return the predicted time of a load without others before it; None before the first."""
         if self.s_per_byte is None:
