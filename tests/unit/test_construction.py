@@ -16,7 +16,6 @@ COMPONENTS = {
     "keeper",
     "membership",
     "network",
-    "owner",
     "pool",
     "publisher",
     "reader",

@@ -163,10 +163,10 @@ class SequenceUpdates:
             self._speculation.forget(seq.key)
         self._pool.announce(seq.hashes, seq.num_hashed_blocks, seq.num_hashed_blocks, is_end=True)
         owner = seq.request.owner
-        if owner is not None and owner.is_announced:
-            owner.chain = tuple(seq.hashes[: seq.num_hashed_blocks])
-            owner.tenant_root = seq.request.tenant_root
-        self._pool.unref(seq.drop_blocks(), owner)
+        if owner is not None and owner.has_announced_turn:
+            owner.leave(seq.hashes[: seq.num_hashed_blocks], seq.request.tenant_root)
+        positions = seq.held_positions() if self._pool.windows.has_windows else None
+        self._pool.unref(seq.drop_blocks(), owner, positions)
 
     def _unpublish_own(self, seq: EngineSequence) -> None:
         """Withdraw the blocks that a failed sequence has computed, but not those that others use.

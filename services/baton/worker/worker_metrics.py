@@ -149,8 +149,9 @@ class WorkerMetrics:
             if order is not None:
                 self.engine.retained_blocks.labels(of_tier.value).set(order.num_retained)
         if kv.prefetches is not None:
-            for outcome in ("started", "early", "refused"):
-                self._raise_to(self.tier.prefetches.labels(outcome), getattr(kv.prefetches.totals, outcome))
+            self._raise_to(self.tier.prefetches.labels("started"), kv.prefetches.totals.started)
+            self._raise_to(self.tier.prefetches.labels("early"), kv.prefetches.totals.early)
+            self._raise_to(self.tier.prefetches.labels("refused"), kv.retention.owners.turns.num_refused)
         self.engine.blocks_held_for_others.set(counts.held_for_others)
         self.engine.running_seqs.set(engine.running_seqs)
         self.engine.waiting_seqs.set(engine.waiting_seqs)

@@ -74,8 +74,7 @@ class WorkerTiers:
         if not self.tiers:
             return
         self.reloads = Reloads(engine=engine, tiers=SlowerTiers(self.tiers), tasks=tasks, costs=costs)
-        tenant_blocks = self.retention.tenant_blocks(parts.pool.num_blocks, self._layout.block_bytes)
-        self.prefetches = Prefetches(self.reloads, self.tiers, self.retention.owners, tenant_blocks=tenant_blocks)
+        self.prefetches = Prefetches(self.reloads, self.tiers, self.retention.owners)
         self.preempted_kv = PreemptedKv(
             pool=parts.pool,
             tier=self.tiers[0],  # the fastest keeps what preempted sequences need again

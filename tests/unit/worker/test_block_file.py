@@ -223,6 +223,14 @@ def test_erased_content_is_overwritten_whatever_its_state(tmp_path: Path) -> Non
     assert not again.file.defects
 
 
+def test_erasing_overwrites_what_another_tenant_has_not_overwritten_yet(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    opened.write({0: 1})
+    opened.file._write_header(opened.file._new_header(0, block(2)))  # a write that has ended before its payload
+    assert opened.file.erase(TENANTS[1]) == 1
+    assert not any(payload_at(image_of(opened.path), 0))
+
+
 # -- the format ----------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,13 @@ def test_a_size_below_one_block_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, disk_kv_size=4096)
 
 
+def test_a_file_whose_index_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_disk, "free_host_bytes", lambda: 100_000)
+    with pytest.raises(ConfigError, match=r"index takes .* GB free memory. Choose a smaller size, or larger blocks"):
+        opened(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("changes", [{"disk_kv": None}, {"disk_kv_size": None}], ids=["size only", "directory only"])
 def test_one_setting_without_the_other_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set both or none"):

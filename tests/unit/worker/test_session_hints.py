@@ -54,10 +54,10 @@ class Client:
         await asyncio.sleep(0.1)
         return dict(usage.num_cached_tokens)
 
-    async def flood(self) -> None:
+    async def flood(self, **hints: Any) -> None:
         """Send prompts that fill the device three times."""
         for number in range(9):
-            await self.send(1000 + number)
+            await self.send(1000 + number, **hints)
 
 
 async def client(simulated: Cluster, **changes: Any) -> Client:
@@ -129,7 +129,8 @@ async def test_turn_that_comes_early_reloads_its_prefix_itself() -> None:
         assert sum(cached.values()) == NUM_BLOCKS * BLOCK
         await asyncio.sleep(40.0)
         totals = one.worker.kv.prefetches.totals
-        assert (totals.started, totals.early, totals.refused) == (0, 1, 0)
+        assert (totals.started, totals.early) == (0, 1)
+        assert one.worker.kv.retention.owners.turns.num_refused == 0
         registry = CollectorRegistry()
         WorkerMetrics(registry).refresh(one.worker)
         assert registry.get_sample_value("baton_prefetches_total", {"outcome": "early"}) == 1
@@ -144,7 +145,7 @@ async def test_announced_turns_take_at_most_the_budget() -> None:
         for number in range(3):
             await one.send(number, session=f"s{number}", next_in_s=30.0)
         await one.send(3, session="s3", tenant="other", next_in_s=30.0)
-        assert (len(one.worker.kv.prefetches), one.worker.kv.prefetches.totals.refused) == (3, 1)
+        assert (len(one.worker.kv.prefetches), one.worker.kv.retention.owners.turns.num_refused) == (3, 1)
         await one.flood()
         await asyncio.sleep(28.0)
         cached = [sum((await one.send(number)).values()) // BLOCK for number in range(2)]
@@ -177,3 +178,15 @@ async def test_session_is_kept_longer_than_single_requests() -> None:
             await one.flood()
             found[kv_eviction] = sum((await one.send(0, session="s")).values())
     assert found == {"value": NUM_BLOCKS * BLOCK, "lru": 0}
+
+
+@virtual
+async def test_announced_turns_beyond_the_budget_count_for_nothing() -> None:
+    """A session that returns every 5 s is kept beside single requests that announce the next one in 3 s."""
+    async with cluster() as simulated:
+        one = await client(simulated, kv_retain_memory=0)
+        for _ in range(6):
+            await one.send(0, session="s")
+            await asyncio.sleep(5.0)
+        await one.flood(next_in_s=3.0)
+        assert sum((await one.send(0, session="s")).values()) == NUM_BLOCKS * BLOCK

@@ -137,7 +137,7 @@ class World:
         self.tasks = BackgroundTasks(self.failed)
         self.errors: list[BaseException] = []
         self.epoch = 0
-        self.bad: set[bytes] = set()
+        self.withdrawn: set[bytes] = set()
         self.storing: list[asyncio.Task[None]] = []
         self.calls: list[asyncio.Task[int]] = []
         self.reads: list[Read] = []
@@ -244,6 +244,7 @@ class World:
         for block_id, entry, block_hash in zip(new, entries, found, strict=True):
             self.device[block_id] = np.frombuffer(block_hash, dtype=np.uint8)
             self.pool.set_hash(block_id, hashes[entry // self.windows.num_tables])
+            self.withdrawn.discard(block_hash)
         hints = SessionHints(
             tenant=self.rng.choice(["t", "u"]),
             session=self.rng.choice(["", "a", "b"]),
@@ -266,7 +267,10 @@ class World:
         if not self.sequences:
             return
         blocks, _ = self.rng.choice(self.sequences)
-        self.pool.unpublish([b for b in blocks if self.pool.num_refs(b) == 1])
+        own = [b for b in blocks if self.pool.num_refs(b) == 1]
+        hashes = {self.pool.hash_of(b) for b in own} - {NO_HASH}
+        self.pool.unpublish(own)
+        self.withdrawn |= {each for each in hashes if self.pool.find(each) is None}
         for b in blocks:
             if self.pool.hash_of(b) == NO_HASH:
                 self.device[b] = 254
@@ -391,6 +395,7 @@ class World:
         for read in self.reads:
             read.seen += [bytes(HASH_BYTES)] * (len(read.announced) - len(read.seen))
         self.sequences.clear()
+        self.withdrawn.clear()
         self.start()
         await self.measure()
 
@@ -408,6 +413,9 @@ class World:
         self.pool.check()
         for tier in self.tiers:
             tier.slots.check()
+        for block_hash in self.withdrawn:
+            assert self.pool.find(block_hash) is None, "withdrawn content is on the device again"
+            assert not any(tier.holds(block_hash) for tier in self.tiers), "withdrawn content is in a tier"
         for b in range(self.pool.num_blocks):
             if (block_hash := self.pool.hash_of(b)) != NO_HASH:
                 assert bytes(self.device[b]) == block_hash == self.device_table.block_hash(b)

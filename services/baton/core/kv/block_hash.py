@@ -61,7 +61,7 @@ def tenant_root(*, model_fingerprint: str, cache_salt: bytes, block_size_tokens:
     """
     return root_hash(
         model_fingerprint=model_fingerprint,
-        cache_salt=cache_salt[:TENANT_SALT_BYTES],
+        cache_salt=cache_salt[:TENANT_SALT_BYTES].ljust(TENANT_SALT_BYTES, b"\0"),
         block_size_tokens=block_size_tokens,
     )
 

@@ -67,6 +67,10 @@ class BlockPool(PoolContents):
         those that are being copied out."""
         return len(self._eviction_queue) - self.num_idle(self._copies.copying)
 
+    def num_allocatable_beside(self, block_ids: Iterable[int]) -> int:
+        """Return `num_allocatable` without these blocks."""
+        return len(self._eviction_queue) - self.num_idle({*self._copies.copying, *block_ids})
+
     @property
     def num_replicas(self) -> int:
         """Number of replicas, including those that are being received."""
@@ -160,13 +164,16 @@ class BlockPool(PoolContents):
             self._take(block_id)
             self._count(block_id, refs=1)
 
-    def unref(self, block_ids: Sequence[int], owner: ContentOwner | None = None) -> None:
+    def unref(
+        self, block_ids: Sequence[int], owner: ContentOwner | None = None, positions: Sequence[int] | None = None
+    ) -> None:
         """Remove a reference from each block. Raises ValueError for a block without references.
 
         Pass the blocks in the order of the sequence. They are released in reverse order, so that a chain is
         evicted from its tail.
 
         owner: who has used their content; None if that is known already, or unknown
+        positions: of the blocks in their tables; None: they are the first blocks of all tables
         """
         num_tables = self.windows.num_tables
         for index in range(len(block_ids) - 1, -1, -1):
@@ -174,7 +181,7 @@ class BlockPool(PoolContents):
             if not self._refs[block_id]:
                 raise ValueError(f"block {block_id} has no reference; it cannot be unreferenced")
             if owner is not None and self._contents.has_content(block_id):
-                self._set_use(block_id, owner, index // num_tables)
+                self._set_use(block_id, owner, index // num_tables if positions is None else positions[index])
             self._count(block_id, refs=-1)
             self._release(block_id)
         self._notify_freed()

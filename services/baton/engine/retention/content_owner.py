@@ -1,10 +1,11 @@
 """Owners of content: a client's session, a single request, or all requests that begin with one block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.engine.retention.announced_turns import AnnouncedTurns, end_of_turn_s
 from baton.engine.retention.return_chance import EDGES_S, NUM_BINS, bin_of
 
 NUM_PAUSES = 8
@@ -36,8 +37,10 @@ class ContentOwner:
     counted_bins: bins of the present pause that are counted, or `NOT_COUNTED`
     retained_until_s: its content is retained until then
     next_bin: bin of the pause that its client has announced; None if it has announced none
-    is_announced: the client has said when its next request will come
-    chain: if so, hashes of the full blocks of its last request. tenant_root: as in that `SequenceRequest`.
+    next_in_s: pause that the client announces with the request that runs; None if it announces none
+    has_announced_turn: it does so, and its tenant's budget allows it
+    chain: if so, hashes of the blocks of its last request that the budget allows. tenant_root: as in that
+        `SequenceRequest`.
     shared: owner of the content that it shares with others; None if that is itself
     """
 
@@ -45,10 +48,11 @@ class ContentOwner:
         "chain",
         "clock",
         "counted_bins",
+        "has_announced_turn",
         "idle_since_s",
-        "is_announced",
         "kind",
         "next_bin",
+        "next_in_s",
         "num_retaining",
         "num_running",
         "on_reuse",
@@ -57,6 +61,7 @@ class ContentOwner:
         "shared",
         "tenant",
         "tenant_root",
+        "turns",
     )
 
     def __init__(
@@ -67,8 +72,9 @@ class ContentOwner:
         clock: Callable[[], float],
         shared: "ContentOwner | None" = None,
         on_reuse: "Callable[[ContentOwner], None]" = lambda _: None,
+        turns: AnnouncedTurns | None = None,
     ) -> None:
-        """on_reuse: called when another owner uses its content"""
+        """on_reuse: called when another owner uses its content. turns: budgets; None allows no turn."""
         self.kind, self.tenant, self.shared = kind, tenant, shared
         self.clock, self.on_reuse = clock, on_reuse
         self.pauses: tuple[int, ...] = ()
@@ -77,7 +83,9 @@ class ContentOwner:
         self.counted_bins = NOT_COUNTED
         self.retained_until_s = 0.0
         self.next_bin: int | None = None
-        self.is_announced = False
+        self.turns = turns
+        self.next_in_s: float | None = None
+        self.has_announced_turn = False
         self.chain: tuple[BlockHash, ...] = ()
         self.tenant_root = NO_HASH
 
@@ -113,6 +121,14 @@ class ContentOwner:
         if self.num_running or self.idle_since_s is None or reached >= NUM_BINS:
             return None
         return self.idle_since_s + EDGES_S[reached + 1]
+
+    def leave(self, chain: Sequence[BlockHash], tenant_root: BlockHash) -> None:
+        """Keep the chain of a request that ends, if the next turn is announced and the budget allows it."""
+        if not self.has_announced_turn or self.next_in_s is None or self.turns is None:
+            return
+        num_blocks = self.turns.take(self.tenant, self, len(chain), end_of_turn_s(self.clock(), self.next_in_s))
+        self.chain, self.tenant_root = tuple(chain[:num_blocks]), tenant_root
+        self.has_announced_turn = num_blocks > 0
 
     def add_pause(self, pause_s: float) -> None:
         """Remember a pause that has ended."""

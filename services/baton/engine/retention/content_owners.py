@@ -12,6 +12,7 @@ from sys import getsizeof
 
 from baton.core.kv.block_hash import BlockHash
 from baton.core.request import SessionHints
+from baton.engine.retention.announced_turns import AnnouncedTurns
 from baton.engine.retention.content_owner import NOT_COUNTED, ContentOwner, OwnerKind
 from baton.engine.retention.return_chance import (
     NUM_BINS,
@@ -34,6 +35,8 @@ INITIAL_HAZARDS = {
 """Before a pause was seen. A session is taken to return in 7 of 10 cases, after later turns in 9."""
 KIND_WEIGHT = 3.0
 """The pauses of the kind count as so many of an owner's own ones."""
+UNKNOWN_AGE_S = 60.0
+"""Content without an owner counts as that of a single request after this time."""
 ANNOUNCED_WEIGHT = 8.0
 """The pause that a client has announced counts as so many of its owner's own ones, in place of these."""
 
@@ -60,10 +63,14 @@ class ContentOwners:
     refer to them.
     """
 
-    def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_OWNERS_BYTES) -> None:
-        """clock: returns the time in seconds by which pauses are counted"""
+    def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_OWNERS_BYTES, *, turn_blocks: int = 0) -> None:
+        """clock: returns the time in seconds by which pauses are counted.
+
+        turn_blocks: device blocks that the announced turns of one tenant may take
+        """
         self._clock = clock
-        self._sessions, self._first_blocks = _OwnerTable(max_bytes), _OwnerTable(max_bytes)
+        self.turns = AnnouncedTurns(turn_blocks, clock)
+        self._sessions, self._first_blocks = (_OwnerTable(max_bytes, self.turns) for _ in range(2))
         self._counts = {kind: PauseCounts(hazard) for kind, hazard in INITIAL_HAZARDS.items()}
         self._next_bins: list[tuple[float, int, ContentOwner]] = []  # a heap: end of a pause's present bin
         self._numbers = count()
@@ -92,11 +99,13 @@ class ContentOwners:
             key = (hints.tenant, hints.session)
             owner = self._sessions.get(key, OwnerKind.FIRST_TURN, hints.tenant, self._clock)
         else:
-            owner = ContentOwner(OwnerKind.UNNAMED, hints.tenant, clock=self._clock, on_reuse=self._reused)
+            owner = ContentOwner(
+                OwnerKind.UNNAMED, hints.tenant, clock=self._clock, on_reuse=self._reused, turns=self.turns
+            )
         owner.shared = shared
         self._begin(owner)
         owner.num_retaining += bool(hints.retain_s)
-        owner.is_announced = hints.next_in_s is not None
+        owner.next_in_s, owner.has_announced_turn = hints.next_in_s, hints.next_in_s is not None
         request = OwnedRequest(hints=hints, owner=owner, shared=shared)
         self._changed(request)
         return request
@@ -107,7 +116,9 @@ class ContentOwners:
         owner.num_retaining -= bool(hints.retain_s)
         if hints.retain_s is not None:
             owner.retained_until_s = now_s + hints.retain_s if hints.retain_s else 0.0
-        owner.next_bin = None if hints.next_in_s is None else bin_of(hints.next_in_s)
+        owner.has_announced_turn = owner.has_announced_turn and bool(owner.chain)
+        if owner.has_announced_turn and hints.next_in_s is not None:
+            owner.next_bin = bin_of(hints.next_in_s)
         for each in (owner, request.shared):
             if each is not None:
                 each.num_running -= 1
@@ -123,10 +134,10 @@ class ContentOwners:
     def return_rate(self, owner: ContentOwner | None) -> float:
         """Return how likely an owner uses its content again, per second for which it is kept.
 
-        None: the owner is unknown.
+        None: the owner is unknown, as of blocks that only earlier tokens of a sequence have seen.
         """
         if owner is None:
-            return return_rate(self._counts[OwnerKind.UNNAMED].hazards(), 0.0)
+            return return_rate(self._counts[OwnerKind.UNNAMED].hazards(), UNKNOWN_AGE_S)
         if owner.kind is OwnerKind.UNNAMED:
             self._count_age(owner)
         own = [(index, 1.0) for index in owner.pauses]
@@ -144,7 +155,8 @@ class ContentOwners:
             if owner.kind is OwnerKind.FIRST_TURN:
                 owner.kind = OwnerKind.LATER_TURN
         owner.num_running += 1
-        owner.next_bin, owner.is_announced, owner.chain = None, False, ()
+        owner.next_bin, owner.has_announced_turn, owner.chain = None, False, ()
+        self.turns.release(owner.tenant, owner)
 
     def _begin_pause(self, owner: ContentOwner, now_s: float) -> None:
         owner.idle_since_s, owner.counted_bins = now_s, 0
@@ -204,9 +216,9 @@ class ContentOwners:
 class _OwnerTable:
     """Owners by key, in bounded memory."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, turns: AnnouncedTurns) -> None:
         self.num_bytes = 0
-        self._max_bytes = max_bytes
+        self._max_bytes, self._turns = max_bytes, turns
         self._owners: OrderedDict[OwnerKey, ContentOwner] = OrderedDict()
 
     def __len__(self) -> int:
@@ -216,12 +228,13 @@ class _OwnerTable:
         """Return the owner, a new one if it is unknown, and forget the longest unused ones."""
         owner = self._owners.get(key)
         if owner is None:
-            owner = self._owners[key] = ContentOwner(kind, tenant, clock=clock)
+            owner = self._owners[key] = ContentOwner(kind, tenant, clock=clock, turns=self._turns)
             self.num_bytes += _bytes_of(key)
         self._owners.move_to_end(key)
         while self.num_bytes > self._max_bytes and len(self._owners) > 1:
             oldest_key, oldest = self._owners.popitem(last=False)
             self.num_bytes -= _bytes_of(oldest_key)
+            self._turns.release(oldest.tenant, oldest)
             oldest.counted_bins = NOT_COUNTED  # it cannot return, which says nothing about the others
         return owner
 

@@ -20,6 +20,9 @@ the owner runs) -> value of a block."""
 MIN_OLD_ENTRIES = 64
 """Outdated entries of a heap are dropped once there are so many more of them than others."""
 
+MAX_OWNERS = 64
+"""Owners whose content `first_without_copy` looks at."""
+
 _Entry = tuple[int, int, int]
 """Content in its group: minus its position, number, block or slot. Lower ones are evicted first."""
 
@@ -141,12 +144,13 @@ class ValueOrder:
         """Return content that no other tier has, of the owners whose content is evicted next.
 
         Each chain is returned from its beginning, without which the rest of it is of no use.
-        above_rate: owners whose chance of return per second is not above it are left out
+        above_rate: owners whose chance of return per second is not above it are left out. The content of at
+            most `MAX_OWNERS` is looked at.
         """
         self._assess_changed()
         found: list[int] = []
         opened: list[_Ranked] = []
-        while len(found) < count and (top := self._lowest((False,))) is not None:
+        while len(found) < count and len(opened) < MAX_OWNERS and (top := self._lowest((False,))) is not None:
             opened.append(heappop(self._by_value[False]))
             if top[2].rate > above_rate:
                 found += [entry[2] for entry in nlargest(count - len(found), top[2].entries.values())]

@@ -210,7 +210,8 @@ class BlockAllocator:
         seq.num_lost_tokens = seq.num_computed_tokens
         seq.num_preemptions += 1
         self._counters.lost_tokens += seq.num_computed_tokens
-        self._pool.unref(seq.drop_blocks(), seq.request.owner)
+        positions = seq.held_positions() if self._pool.windows.has_windows else None
+        self._pool.unref(seq.drop_blocks(), seq.request.owner, positions)
         self._sequences.preempt(seq)
         self._counters.preemptions += 1
 
@@ -242,7 +243,7 @@ class BlockAllocator:
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
         spare = spare * pool.windows.num_tables + num_set_aside
         spare += num_reserved_blocks(self._sequences.running.values(), pool, chunk_tokens, grant)
-        is_free = len(grant.new_entries) + spare <= pool.num_allocatable - pool.num_idle(grant.cached)
+        is_free = len(grant.new_entries) + spare <= pool.num_allocatable_beside(grant.cached)
         return grant if is_free else None
 
     def _give_blocks(self, seq: EngineSequence, num_set_aside: int) -> bool:

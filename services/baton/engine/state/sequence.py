@@ -256,6 +256,13 @@ class EngineSequence:
             return self.block_table[max(index, self.first_blocks[0]) : self.num_covered_blocks]
         return [block_id for block_id in self.block_table[index * self.num_tables :] if block_id != NO_BLOCK]
 
+    def held_positions(self) -> list[int]:
+        """Return the position of each of `held_blocks` in its table."""
+        if self.num_tables == 1:
+            first = self.first_blocks[0]
+            return list(range(first, first + len(self.held_blocks)))
+        return [entry // self.num_tables for entry, block_id in enumerate(self.block_table) if block_id != NO_BLOCK]
+
     def replace_block(self, entry: int, block_id: int) -> None:
         """Set an entry of the block table."""
         self.block_table[entry] = block_id

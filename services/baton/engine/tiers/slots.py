@@ -41,6 +41,7 @@ class TierSlots:
         self._content: dict[int, BlockToStore] = {}
         self._by_hash: dict[BlockHash, int] = {}  # content and what is being filled
         self._pins: dict[int, int] = {}
+        self._announced: dict[BlockHash, None] = {}
         self._changes: dict[BlockHash, KvEventKind] = {}
         self._on_forgotten: list[Callable[[BlockHash], None]] = []
 
@@ -112,7 +113,7 @@ class TierSlots:
 
     def announced_hashes(self) -> list[BlockHash]:
         """Return the hashes of all announced content."""
-        return [content.block_hash for content in self._content.values() if content.is_announced]
+        return list(self._announced)
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         """Return the net changes of announced content since the last call."""
@@ -247,6 +248,8 @@ class TierSlots:
         require(self._content.keys() >= set(self._idle.ids()), "a slot without content is queued as content")
         for slot, content in self._content.items():
             require(self._by_hash.get(content.block_hash) == slot, f"the content of slot {slot} is not found")
+        announced = {content.block_hash for content in self._content.values() if content.is_announced}
+        require(self._announced.keys() == announced, "the announced content is not that of the slots")
         known = self._content | self._filling
         require(
             all(known[slot].block_hash == block_hash for block_hash, slot in self._by_hash.items()),
@@ -282,5 +285,11 @@ class TierSlots:
             callback(content.block_hash)
 
     def _changed(self, content: BlockToStore, kind: KvEventKind) -> None:
-        if content.is_announced and self._changes.pop(content.block_hash, kind) is kind:
+        if not content.is_announced:
+            return
+        if kind is KvEventKind.STORED:
+            self._announced[content.block_hash] = None
+        else:
+            del self._announced[content.block_hash]
+        if self._changes.pop(content.block_hash, kind) is kind:
             self._changes[content.block_hash] = kind

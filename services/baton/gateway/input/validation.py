@@ -352,6 +352,7 @@ def mixed_salt(tenant_salt: bytes, client_salt: str) -> bytes:
     """
     if not client_salt:
         return tenant_salt
+    tenant_salt = tenant_salt.ljust(TENANT_SALT_BYTES, b"\0")  # that of the only tenant may be empty
     mixed = blake2b(client_salt.encode(), key=tenant_salt, digest_size=TENANT_SALT_BYTES, person=b"baton-salt")
     return tenant_salt + mixed.digest()
 

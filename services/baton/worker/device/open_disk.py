@@ -10,6 +10,7 @@ from baton.core.errors import ConfigError
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
+from baton.engine.kv_cache.sizing import free_host_bytes
 from baton.engine.tiers.kv_tier import BlockToStore
 from baton.runtime.config.byte_sizes import format_size
 from baton.runtime.config.settings import WorkerConfig
@@ -29,6 +30,10 @@ log = get_logger(__name__)
 STAGING_BYTES = 16 << 20
 """Host memory through which blocks are copied to and from the disk. It holds at least `MIN_STAGING_ROWS`."""
 MIN_STAGING_ROWS, MAX_STAGING_ROWS = 4, 512
+INDEX_BYTES = 360
+"""Host memory for what is known of one slot: 190 MB for 524,288 slots (2026-11-28)."""
+MAX_INDEX_SHARE = 0.5
+"""Largest share of the free memory that all slots may take."""
 
 
 def open_disk_tier(
@@ -53,6 +58,7 @@ def open_disk_tier(
             f"--disk-kv-size is {format_size(config.disk_kv_size)}; must hold at least one block of "
             f"{format_size(layout.block_bytes)}, and its header"
         )
+    _check_index(shape, layout, config.disk_kv_size)
     num_rows = max(MIN_STAGING_ROWS, min(MAX_STAGING_ROWS, STAGING_BYTES // layout.block_bytes))
     staging = np.frombuffer(anonymous(num_rows * layout.block_bytes), dtype=np.uint8).reshape(num_rows, -1)
     return DiskTier(
@@ -70,6 +76,17 @@ def open_disk_tier(
 def host_copies(kv: Bytes) -> Callable[[Bytes], TierCopies]:
     """Return how to copy blocks that are in host memory."""
     return partial(HostCopies, kv)
+
+
+def _check_index(shape: FileShape, layout: KvLayout, size: int) -> None:
+    """Raise ConfigError if the memory for all slots of a file is too large for this machine."""
+    needed, free = shape.num_slots * INDEX_BYTES, free_host_bytes()
+    if needed > MAX_INDEX_SHARE * free:
+        raise ConfigError(
+            f"--disk-kv-size {format_size(size)} has {shape.num_slots} blocks of {format_size(layout.block_bytes)}; "
+            f"their index takes {needed / 1e9:.2f} GB of {free / 1e9:.2f} GB free memory. Choose a smaller size, or "
+            "larger blocks with --block-size-tokens"
+        )
 
 
 def _open_store(config: WorkerConfig, shape: FileShape, staging: Bytes) -> BlockStore:

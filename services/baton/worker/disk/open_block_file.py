@@ -47,13 +47,13 @@ def lock_block_file(directory: Path, shape: FileShape) -> LockedFile:
         paths = [directory / f"kv-{number}.baton" for number in range(MAX_FILES)]
         for path in paths:
             if path.exists() and (fd := _lock(path)) is not None:
-                file_id, defect = read_superblock(os.pread(fd, PAGE_BYTES, 0), shape)
-                if defect is None:
-                    return _reopened(path, fd, file_id, shape)
+                if (found := _reopened(path, fd, shape)) is not None:
+                    return found
                 os.close(fd)
         for path in paths:
             if (fd := _lock(path)) is not None:
-                return _emptied(path, fd, shape)
+                # Another worker of this model may have written it since the first look.
+                return _reopened(path, fd, shape) or _emptied(path, fd, shape)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"--disk-kv {directory} cannot be used: {error}") from error
     raise ConfigError(f"--disk-kv {directory}: all of its {MAX_FILES} files are used by other workers")
@@ -76,12 +76,20 @@ def _lock(path: Path) -> int | None:
     return fd
 
 
-def _reopened(path: Path, fd: int, file_id: int, shape: FileShape) -> LockedFile:
+def _reopened(path: Path, fd: int, shape: FileShape) -> LockedFile | None:
+    """Return a file with its content; None if it has another shape or is damaged. Closes it on an error."""
     defects: Counter[DiskDefect] = Counter()
-    if os.fstat(fd).st_size < shape.file_bytes:
-        defects[DiskDefect.TRUNCATED] += 1
-        log.warning("disk_kv_truncated", path=str(path), size=os.fstat(fd).st_size, expected=shape.file_bytes)
-        _allocate(fd, shape.file_bytes)
+    try:
+        file_id, defect = read_superblock(os.pread(fd, PAGE_BYTES, 0), shape)
+        if defect is not None:
+            return None
+        if os.fstat(fd).st_size < shape.file_bytes:
+            defects[DiskDefect.TRUNCATED] += 1
+            log.warning("disk_kv_truncated", path=str(path), size=os.fstat(fd).st_size, expected=shape.file_bytes)
+            _allocate(fd, shape.file_bytes)
+    except OSError:
+        os.close(fd)
+        raise
     return LockedFile(path=path, fd=fd, file_id=file_id, defects=defects)
 
 

@@ -63,7 +63,7 @@ class CopyOut:
         owner, _, is_reused = self._pool.use_of(block_id)
         if self._pool.is_replica(block_id):
             return
-        if owner is not None and owner.is_announced:
+        if owner is not None and owner.has_announced_turn:
             self._announced[block_id] = None
         else:
             (self._reused if is_reused else self._others)[block_id] = None
@@ -142,7 +142,7 @@ class CopyOut:
     def _returns(self, block_id: int) -> bool:
         """Return True if the block was used again, or its client has announced that it will be."""
         owner, _, is_reused = self._pool.use_of(block_id)
-        return is_reused or (owner is not None and owner.is_announced)
+        return is_reused or (owner is not None and owner.has_announced_turn)
 
     def _is_worth_copying(self, *, returns: bool) -> bool:
         costs = self._costs()

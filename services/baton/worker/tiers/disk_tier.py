@@ -190,10 +190,10 @@ class DiskTier:
     async def aclose(self) -> None:
         """Wait up to `MAX_STOP_S`. A disk that does not answer until then is not closed."""
         if await self._calls.ended(MAX_STOP_S):
-            await self._disk_runner.write(self._store.close, 0)
             self._copy_runner.close()
             self._copies.close()
-        else:
+            self._calls.start(self._disk_runner.write(self._store.close, 0))
+        if not await self._calls.ended(MAX_STOP_S):
             log.warning("disk_kv_not_closed", problem="the disk does not answer")
         self._disk_runner.close()
 

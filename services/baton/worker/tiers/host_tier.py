@@ -16,7 +16,7 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
-from baton.worker.tiers.running_calls import RunningCalls
+from baton.worker.tiers.running_calls import MAX_STOP_S, RunningCalls
 from baton.worker.tiers.tier_copies import CopyRunner, TierCopies
 
 log = get_logger(__name__)
@@ -138,9 +138,11 @@ class HostTier:
         return self.slots.take_events()
 
     async def aclose(self) -> None:
-        await self._calls.ended()
-        self._runner.close()
-        self._copies.close()
+        if await self._calls.ended(MAX_STOP_S):
+            self._runner.close()
+            self._copies.close()
+        else:
+            log.warning("host_kv_not_closed", problem="the device does not end its copies")
 
     # -- internal ----------------------------------------------------------------------------------
 

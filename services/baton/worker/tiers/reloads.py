@@ -141,10 +141,23 @@ class Reloads:
     def start(
         self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH, owner: ContentOwner | None = None
     ) -> None:
-        """Reload what pays, in the background, for an owner's request."""
+        """Reload what pays, in the background, for an owner's request.
+
+        If there is nothing to reload, the prefix on the device counts as used.
+        """
         plan = self.plan(hashes)
-        if plan is not None and plan.needed[plan.missing[0]] not in self._running:
+        if plan is None:
+            self._use(hashes, owner)
+        elif plan.needed[plan.missing[0]] not in self._running:
             self._start(plan, tenant_root, owner)
+
+    def _use(self, hashes: Sequence[BlockHash], owner: ContentOwner | None) -> None:
+        """Put the prefix that is on the device into the order of eviction anew."""
+        pool = self._pool
+        prefix = pool.lookup_prefix(hashes)
+        positions = [each // pool.windows.num_tables for each in entries_from(prefix.first_blocks, prefix.num_blocks)]
+        pool.ref(prefix.block_ids)
+        pool.unref(prefix.block_ids, owner, positions)
 
     def _plan_from(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
         """Return a plan that uses these tiers only, and no more blocks than are free."""
@@ -214,13 +227,16 @@ class Reloads:
         started_s, num_loaded = clock(), 0
         try:
             num_loaded = await self._tiers.load(hashes, receiving)
+            # Content may have been withdrawn while another tier was still loading.
+            num_loaded = next((i for i in range(num_loaded) if not self._tiers.holds(hashes[i])), num_loaded)
         finally:
             for block_id, block_hash in zip(receiving[:num_loaded], hashes, strict=False):
                 pool.mark_received(block_id, block_hash)
             pool.announce(plan.chain, 0, len(plan.chain), is_end=True, tenant_root=tenant_root)
             pool.drop_receiving(receiving[num_loaded:])
             blocks = held | dict(zip(missing, receiving, strict=True))
-            pool.unref([blocks[index] for index in range(len(plan.needed))], owner)
+            positions = [entry // pool.windows.num_tables for entry in plan.entries]
+            pool.unref([blocks[index] for index in range(len(plan.needed))], owner, positions)
         self._count(plan, num_loaded, is_complete=num_loaded == len(missing), took_s=clock() - started_s)
 
     def _count(self, plan: ReloadPlan, num_loaded: int, *, is_complete: bool, took_s: float) -> None:
@@ -241,5 +257,5 @@ class Reloads:
         """
         pool = self._pool
         spare = self._engine.running_seqs * pool.windows.num_tables + self._engine.num_reserved_blocks
-        num_own = pool.num_idle(found for each in plan.needed if (found := pool.find(each)) is not None)
-        return pool.num_allocatable - num_own - spare
+        own = (found for each in plan.needed if (found := pool.find(each)) is not None)
+        return pool.num_allocatable_beside(own) - spare

@@ -52,10 +52,10 @@ class Retention:
         retain_memory: bytes of each tier that a tenant can retain; None: a share of it.
         block_bytes: of one device block. chunk_tokens: most tokens of a step. costs: of the worker's steps.
         """
-        self.owners = ContentOwners(clock)
         self._pool, self._tier = pool, tier
         self._chunk_tokens, self._costs = chunk_tokens, costs
         self._retain_memory, self._clock = retain_memory, clock
+        self.owners = ContentOwners(clock, turn_blocks=self.tenant_blocks(pool.num_blocks, block_bytes))
         step_blocks = max(1, chunk_tokens // pool.block_size_tokens)
         self._reserve = min(step_blocks, int(MAX_RESERVE_SHARE * pool.num_blocks))
         self._on_device: ValueOrder | None = None

@@ -28,7 +28,8 @@ class StagingRows:
         finally:
             if granted.done() and not granted.cancelled():
                 self._free += granted.result()
-            self._waiting = deque(each for each in self._waiting if each[1] is not granted)
+            else:
+                self._waiting = deque(each for each in self._waiting if each[1] is not granted)
             self._grant()
 
     def _grant(self) -> None:

@@ -16,7 +16,7 @@ FIRST_BLOCK = b"b" * 16
 class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.owners = ContentOwners(lambda: self.now_s)
+        self.owners = ContentOwners(lambda: self.now_s, turn_blocks=100)
 
     def begin(self, session: str = "", *, after_s: float = 0.0, **hints: object) -> OwnedRequest:
         self.now_s += after_s
@@ -25,6 +25,7 @@ class Clock:
     def turn(self, session: str = "", *, after_s: float = 0.0, **hints: object) -> ContentOwner:
         request = self.begin(session, after_s=after_s, **hints)
         self.now_s += 0.5
+        request.owner.leave([FIRST_BLOCK], FIRST_BLOCK)
         self.owners.ended(request)
         return request.owner
 
@@ -63,11 +64,11 @@ def test_announced_pause_counts_until_the_next_request() -> None:
         owner = clock.turn("s", after_s=2.0)
     usual = clock.rate(owner, 0.0)
     clock.turn("s", after_s=2.0, next_in_s=100.0)
-    assert owner.is_announced
+    assert owner.has_announced_turn
     assert clock.rate(owner, 0.0) < usual / 2
     assert clock.rate(owner, 95.0) > 2 * usual / 100
     clock.turn("s", after_s=2.0)
-    assert not owner.is_announced
+    assert not owner.has_announced_turn
     assert clock.rate(owner, 0.0) == pytest.approx(usual, rel=0.2)
 
 
