@@ -35,6 +35,7 @@ from baton.core.messages.jobs import (
     WorkerMessage,
 )
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.request import FinishReason, RequestActuals, TokenDelta
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.loading.model_source import resolve_model
@@ -81,6 +82,9 @@ class StubWorkers:
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
         """Do nothing: no worker pulls KV."""
+
+    async def copy_prefix(self, stream: Duplex[PrefixReply, PrefixRequest]) -> None:
+        """Do nothing: no prefix is exported."""
 
     def _prefill(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage], job: PrefillJob, seq: int) -> None:
         arrived_ns = self._stamps.now_ns()

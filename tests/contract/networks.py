@@ -15,6 +15,7 @@ from baton.core.errors import StreamBroken
 from baton.core.interfaces import Duplex, Network, SchedulerService, Source, WorkerService
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
@@ -125,9 +126,12 @@ Serve = Callable[[Duplex[Any, Any]], Awaitable[None]]
 class StubWorker:
     """A worker whose streams are served by given functions. `ended` counts the streams that were served."""
 
-    def __init__(self, session: Serve | None = None, peer: Serve | None = None) -> None:
+    def __init__(
+        self, session: Serve | None = None, peer: Serve | None = None, copy_prefix: Serve | None = None
+    ) -> None:
         self._session = session
         self._peer = peer
+        self._copy_prefix = copy_prefix
         self.ended = 0
 
     async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
@@ -135,6 +139,9 @@ class StubWorker:
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
         await self._serve(self._peer, stream)
+
+    async def copy_prefix(self, stream: Duplex[PrefixReply, PrefixRequest]) -> None:
+        await self._serve(self._copy_prefix, stream)
 
     async def _serve(self, serve: Serve | None, stream: Duplex[Any, Any]) -> None:
         assert serve is not None

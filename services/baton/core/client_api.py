@@ -4,7 +4,7 @@ A request is a plain dict, as parsed from a JSON body of the OpenAI API. One val
 and gRPC.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.cluster.worker_report import (
     BlockCounts,
     LinkReport,
@@ -341,4 +342,27 @@ class AdminApi(Protocol):
 
     async def cache_stats(self, caller: Caller) -> CacheStats:
         """Return the cache use of the requests that the schedulers have placed since their start."""
+        ...
+
+    async def export_cache(
+        self,
+        tenant: str,
+        prompt_json: str,
+        write: Callable[[ExportedPrefix | bytes], Awaitable[None]],
+        caller: Caller,
+    ) -> None:
+        """Pass the longest cached prefix of a prompt to `write`: its description, then the bytes of its file.
+
+        prompt_json: JSON object as for POST /tokenize. Raises Refused (NOT_FOUND) if no block of it is cached.
+        """
+        ...
+
+    async def import_cache(
+        self, tenant: str, worker_id: str, parts: AsyncIterator[bytes], caller: Caller
+    ) -> ImportedPrefix:
+        """Load the bytes of an exported file into the cache of a worker.
+
+        worker_id: empty selects the prefill worker with the most free blocks. Raises Refused if the file does
+        not fit the worker or the tenant, or is damaged; nothing is imported then.
+        """
         ...

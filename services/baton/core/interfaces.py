@@ -20,6 +20,7 @@ from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEvent, KvSnapshot, UnreadableEvent
 from baton.core.messages.jobs import GatewayMessage, ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.core.step_cost import StepCostModel
 
@@ -123,6 +124,10 @@ class WorkerService(Protocol):
         """Serve the stream of one peer that reads KV from this worker, until it ends."""
         ...
 
+    async def copy_prefix(self, stream: Duplex[PrefixReply, PrefixRequest]) -> None:
+        """Export a cached prefix, or import one. Raises Refused with the reason why that is not possible."""
+        ...
+
 
 class Network(Protocol):
     """Opens streams and calls to services by address: over gRPC, in one process, or simulated with delays and
@@ -137,6 +142,10 @@ class Network(Protocol):
 
     async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
         """Open a reader's stream to an owner of KV."""
+        ...
+
+    async def open_prefix_copy(self, address: str) -> Duplex[PrefixRequest, PrefixReply]:
+        """Open a gateway's stream for an export or import of a prefix."""
         ...
 
     async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]:

@@ -27,6 +27,7 @@ from baton.gateway.input.ignored_fields import IgnoredFieldNames
 from baton.gateway.input.response_size import call_bytes, check_response_size
 from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
 from baton.gateway.request.output_builder import ChoiceSink
+from baton.gateway.request.prefix_relay import PrefixRelay
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
 from baton.gateway.request.request_run import RequestServices, run_concurrently
 from baton.gateway.request.unread_output import UnreadStreams
@@ -107,6 +108,7 @@ class GatewayService:
         )
         self.workers = worker_sessions(rules, network, tokenizer, rng, awake_clock)
         self.validator = validator(rules, tokenizer, self.view, rng, grammar_check)
+        self.prefixes = PrefixRelay(network, self.view, rules.model)
         self._services = RequestServices(
             schedulers=self.schedulers,
             workers=self.workers,

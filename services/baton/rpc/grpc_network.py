@@ -14,6 +14,7 @@ from baton.core.errors import StreamBroken
 from baton.core.interfaces import Duplex, SchedulerApi
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.rpc import peer_rpc, scheduler_rpc, worker_rpc
 from baton.rpc.channel import ChannelPool, channel_options, open_channel
 from baton.rpc.grpc_tls import Tls
@@ -74,6 +75,9 @@ class GrpcNetwork:
 
     async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
         return await self._open(address, peer_rpc.open_peer)
+
+    async def open_prefix_copy(self, address: str) -> Duplex[PrefixRequest, PrefixReply]:
+        return await self._open(address, worker_rpc.open_prefix_copy)
 
     async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]:
         return await self._open(address, scheduler_rpc.open_report)

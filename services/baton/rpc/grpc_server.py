@@ -101,7 +101,7 @@ class GrpcServer:
 
     def add_admin(self, api: AdminApi) -> None:
         """Serve `baton.v1.Admin` for operators."""
-        admin_pb2_grpc.add_AdminServicer_to_server(admin_rpc.AdminServicer(api), self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin_rpc.AdminServicer(api, self._writer), self._server)
         self._health_servicer.add_service(admin_rpc.SERVICE)
         self._public.append(admin_rpc.SERVICE)
 

@@ -23,6 +23,7 @@ from baton.core.errors import Refused, StreamBroken
 from baton.core.interfaces import Duplex, Network, SchedulerApi, SchedulerService, Source, WorkerService
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.sim.sim_streams import NETWORK, SimEnd, SimStream, process_at
 
@@ -255,6 +256,9 @@ class HostNetwork(Network):
 
     async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
         return await self._dial(address, lambda service: service.peer)
+
+    async def open_prefix_copy(self, address: str) -> Duplex[PrefixRequest, PrefixReply]:
+        return await self._dial(address, lambda service: service.copy_prefix)
 
     async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]:
         return await self._dial(address, lambda service: service.report)

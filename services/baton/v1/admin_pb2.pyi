@@ -250,3 +250,59 @@ class CacheUse(_message.Message):
     num_prompt_tokens: int
     cached_tokens: _containers.ScalarMap[str, int]
     def __init__(self, worker_id: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ExportCacheRequest(_message.Message):
+    __slots__ = ("tenant", "prompt_json")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_JSON_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    prompt_json: str
+    def __init__(self, tenant: _Optional[str] = ..., prompt_json: _Optional[str] = ...) -> None: ...
+
+class ExportCacheResponse(_message.Message):
+    __slots__ = ("prefix", "part")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    prefix: ExportedPrefix
+    part: bytes
+    def __init__(self, prefix: _Optional[_Union[ExportedPrefix, _Mapping]] = ..., part: _Optional[bytes] = ...) -> None: ...
+
+class ExportedPrefix(_message.Message):
+    __slots__ = ("worker_id", "num_tokens", "num_prompt_tokens", "num_bytes")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class ImportCacheRequest(_message.Message):
+    __slots__ = ("target", "part")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    target: ImportTarget
+    part: bytes
+    def __init__(self, target: _Optional[_Union[ImportTarget, _Mapping]] = ..., part: _Optional[bytes] = ...) -> None: ...
+
+class ImportTarget(_message.Message):
+    __slots__ = ("tenant", "worker_id")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    worker_id: str
+    def __init__(self, tenant: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
+class ImportCacheResponse(_message.Message):
+    __slots__ = ("worker_id", "num_tokens", "num_cached_before", "num_file_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_tokens: int
+    num_cached_before: int
+    num_file_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_cached_before: _Optional[int] = ..., num_file_tokens: _Optional[int] = ...) -> None: ...

@@ -59,6 +59,16 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.CacheStatsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.CacheStatsResponse.FromString,
                 _registered_method=True)
+        self.ExportCache = channel.unary_stream(
+                '/baton.v1.Admin/ExportCache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ExportCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ExportCacheResponse.FromString,
+                _registered_method=True)
+        self.ImportCache = channel.stream_stream(
+                '/baton.v1.Admin/ImportCache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ImportCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ImportCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -99,6 +109,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportCache(self, request, context):
+        """Returns the KV of the longest cached prefix of a prompt as the bytes of a file.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportCache(self, request_iterator, context):
+        """Loads the bytes of such a file into the cache of one worker. The gateway answers once, at the end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +150,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.CacheStats,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.CacheStatsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.CacheStatsResponse.SerializeToString,
+            ),
+            'ExportCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportCache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ExportCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ExportCacheResponse.SerializeToString,
+            ),
+            'ImportCache': grpc.stream_stream_rpc_method_handler(
+                    servicer.ImportCache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ImportCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ImportCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +297,60 @@ class Admin:
             '/baton.v1.Admin/CacheStats',
             baton_dot_v1_dot_admin__pb2.CacheStatsRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.CacheStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Admin/ExportCache',
+            baton_dot_v1_dot_admin__pb2.ExportCacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ExportCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportCache(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Admin/ImportCache',
+            baton_dot_v1_dot_admin__pb2.ImportCacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ImportCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Membership
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.step_cost import StepCostModel
 from baton.engine.state.step import DeviceFault
 from baton.rpc.grpc_network import GrpcNetwork
@@ -96,6 +97,9 @@ class StartupGate:
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
         await (self.worker.peer(stream) if self.worker else stream.aclose())
+
+    async def copy_prefix(self, stream: Duplex[PrefixReply, PrefixRequest]) -> None:
+        await (self.worker.copy_prefix(stream) if self.worker else stream.aclose())
 
 
 async def serve(
@@ -329,6 +333,7 @@ async def _build_worker(
             costs_key=device.costs_key,
             tier=device.tier,
             disk=device.disk,
+            blocks=device.blocks,
             draft=device.draft,
             draft_costs=await initial_step_costs(device.draft, stores.costs, observed.health),
             tracing=tracing,

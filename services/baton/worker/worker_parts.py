@@ -24,6 +24,7 @@ from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.worker_device import DraftDevice
+from baton.worker.prefix_files.staged_blocks import StagedBlocks
 from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.tiers.disk_tier import DiskTier
@@ -45,6 +46,7 @@ class WorkerParts:
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
     tier, disk: the host tier of the KV and the disk tier; None: there is none
+    blocks: copies blocks as bytes, for exports and imports; None: the device cannot
     draft: the draft model; None: there is none. draft_costs: its initial step costs, as `costs`
     budget: the memory budget of the process
     admin_port: port of its metrics; None: there is none
@@ -69,6 +71,7 @@ class WorkerParts:
     costs_key: str = ""
     tier: HostTier | None = None
     disk: DiskTier | None = None
+    blocks: StagedBlocks | None = None
     draft: DraftDevice | None = None
     draft_costs: StepCostModel | None = None
     tracing: Tracing = OFF

@@ -15,6 +15,7 @@ from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
@@ -33,6 +34,7 @@ from baton.worker.jobs.job_table import JobTable
 from baton.worker.jobs.leg import LegParts
 from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.jobs.running_legs import RunningLegs
+from baton.worker.prefix_files.prefix_copies import PrefixCopies
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
@@ -94,6 +96,13 @@ class Worker:
             costs=lambda: self._costs.costs,
             returned=self.engine_loop.returned,
             on_stored=self._publish_kv_events,
+        )
+        self.prefix_copies = PrefixCopies(
+            engine=self.engine,
+            tiers=parts.tiers,
+            blocks=parts.blocks,
+            layout=self.layout,
+            on_changed=self._publish_kv_events,
         )
         self.jobs = JobTable(
             self._build_leg_parts(),
@@ -191,6 +200,10 @@ class Worker:
             await stream.aclose()
             return
         await self.owner.serve(stream)
+
+    async def copy_prefix(self, stream: Duplex[PrefixReply, PrefixRequest]) -> None:
+        """Export a cached prefix to a gateway, or import one."""
+        await self.prefix_copies.serve(stream)
 
     def drain(self, *, node_shutting_down: bool = False) -> None:
         """Take no new jobs; `run` returns once the running ones have ended and no peer needs this worker's
@@ -390,6 +403,7 @@ class Worker:
         engine.cancel()
         await asyncio.wait((engine,))
         self.kv.close()
+        await self.prefix_copies.aclose()
         await self.reader.aclose()
         await self.owner.aclose()
         await self.tasks.aclose()

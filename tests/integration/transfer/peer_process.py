@@ -124,6 +124,9 @@ class Peer:
     async def session(self, stream: Any) -> None:
         raise NotImplementedError
 
+    async def copy_prefix(self, stream: Any) -> None:
+        raise NotImplementedError
+
     async def do_prefill(
         self,
         request: int,

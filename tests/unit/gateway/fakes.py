@@ -196,6 +196,9 @@ class StubWorker:
     async def peer(self, stream: Any) -> None:
         raise AssertionError("stub workers serve no pulls")
 
+    async def copy_prefix(self, stream: Any) -> None:
+        raise AssertionError("stub workers export no prefix")
+
     async def _beat(self, session: "_StubSession", stream: Any) -> None:
         while session.stream is stream:
             await asyncio.sleep(self.heartbeat_s)

@@ -7,6 +7,7 @@ from typing import Any
 from baton.core.client_api import Caller, ClusterStatus, GenerateChunk, ModelInfo
 from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.runtime.network.mailbox import Mailbox
@@ -105,3 +106,17 @@ class StubAdmin:
 
     async def cache_stats(self, caller: Caller) -> CacheStats:
         return CACHE_STATS
+
+    async def export_cache(self, tenant: str, prompt_json: str, write: Any, caller: Caller) -> None:
+        self.calls.append((tenant, prompt_json))
+        parts = [b"one", b"", b"three" * 1000]
+        num_bytes = sum(map(len, parts))
+        await write(ExportedPrefix(worker_id="w0", num_tokens=32, num_prompt_tokens=40, num_bytes=num_bytes))
+        for part in parts:
+            await write(part)
+
+    async def import_cache(
+        self, tenant: str, worker_id: str, parts: AsyncIterator[bytes], caller: Caller
+    ) -> ImportedPrefix:
+        self.calls.append((tenant, worker_id, b"".join([part async for part in parts])))
+        return ImportedPrefix(worker_id="w0", num_tokens=32, num_cached_before=16, num_file_tokens=48)

@@ -289,6 +289,9 @@ class PeerEnd:
     async def session(self, stream: Any) -> None:
         raise NotImplementedError
 
+    async def copy_prefix(self, stream: Any) -> None:
+        raise NotImplementedError
+
 
 @dataclass(kw_only=True)
 class Rig:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from baton.cli.admin.cache_files import export_to_file, import_from_file, prompt_body
 from baton.cli.admin.drain_workers import drain_at_gateway, drain_at_socket
 from baton.cli.admin.gateway_connection import (
     AdminContext,
@@ -188,6 +189,76 @@ def clear(tenant: str, choice: GatewayChoice, context: AdminContext) -> None:
     gateway = _locate(choice, context, must_be_unique=True)
     worker_ids = _call(gateway, context, lambda client: client.clear_tenant(tenant))
     click.echo(f"{len(worker_ids)} workers erase the KV of tenant {tenant}: {', '.join(worker_ids) or 'none'}")
+
+
+_file = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@cache.command("export")
+@click.option("--model", help="Served name of the model. Default: that of the cluster.")
+@click.option("--prompt", help="Prompt as text, as for /v1/completions.")
+@click.option("--prompt-file", type=_file, help="File with the prompt as text.")
+@click.option(
+    "--messages-file",
+    type=_file,
+    help="JSON file with a list of chat messages, or with the body of a chat request, of which `messages` and `tools` "
+    "count.",
+)
+@click.option("--tenant", default="default", help="Tenant whose KV it is. Default: default, the one without API keys.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write, or to replace."
+)
+@gateway_options
+def export_command(
+    model: str | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    messages_file: Path | None,
+    tenant: str,
+    out: Path,
+    choice: GatewayChoice,
+    context: AdminContext,
+) -> None:
+    """Write the KV of the longest cached prefix of a prompt to a file.
+
+    The prefix consists of full blocks, which the worker with the most of them reads from its device, host
+    memory and disk. Give exactly one of --prompt, --prompt-file and --messages-file. The file has mode 0600:
+    it tells what the prompt was to those who can compute KV.
+    """
+    if sum(each is not None for each in (prompt, prompt_file, messages_file)) != 1:
+        raise click.UsageError("give exactly one of --prompt, --prompt-file and --messages-file")
+    body = prompt_body(model, prompt, prompt_file, messages_file)
+    gateway = _locate(choice, context, must_be_unique=True)
+    found = _call(gateway, context, lambda client: export_to_file(client, tenant, body, out))
+    click.echo(
+        f"exported {found.num_tokens} of {found.num_prompt_tokens} prompt tokens from {found.worker_id} to {out} "
+        f"({found.num_bytes} bytes)"
+    )
+
+
+@cache.command("import")
+@click.argument("file", type=_file)
+@click.option("--worker", default="", help="Worker to load it into. Default: the prefill worker with most free blocks.")
+@click.option(
+    "--tenant", default="default", help="Tenant that it was exported for. Default: default, the one without API keys."
+)
+@gateway_options
+def import_command(file: Path, worker: str, tenant: str, choice: GatewayChoice, context: AdminContext) -> None:
+    """Load a file of `baton cache export` into the cache of a worker.
+
+    Import only files that you trust: their KV is used for each prompt with the same tokens, and nothing shows
+    from which tokens it was computed. If too few blocks are free, the beginning is imported.
+    """
+    gateway = _locate(choice, context, must_be_unique=True)
+    found = _call(gateway, context, lambda client: import_from_file(client, tenant, worker, file))
+    click.echo(
+        f"{found.num_tokens} of {found.num_file_tokens} tokens of {file} are cached at {found.worker_id}; "
+        f"{found.num_cached_before} were before"
+    )
+    if found.num_tokens < found.num_file_tokens:
+        click.echo(
+            "baton: too few blocks were free for the rest; raise --kv-memory, or name another --worker", err=True
+        )
 
 
 COMMANDS = (status, explain, drain, cache)

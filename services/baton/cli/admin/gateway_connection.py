@@ -1,7 +1,7 @@
 """Connects the administration commands to a gateway of a running cluster."""
 
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 from baton.core.client_api import ClusterStatus
 from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.errors import BatonError, StreamBroken
 from baton.runtime.network.addresses import own_addresses
 from baton.runtime.network.tls_files import machine_authorities
@@ -34,6 +35,12 @@ class Gateway(Protocol):
     async def clear_tenant(self, tenant: str) -> tuple[str, ...]: ...
 
     async def cache_stats(self) -> CacheStats: ...
+
+    async def export_cache(
+        self, tenant: str, prompt_json: str, write: Callable[[ExportedPrefix | bytes], Awaitable[None]]
+    ) -> None: ...
+
+    async def import_cache(self, tenant: str, worker_id: str, parts: AsyncIterator[bytes]) -> ImportedPrefix: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,14 @@ class ReconnectingGateway:
 
     async def cache_stats(self) -> CacheStats:
         return await self._call(lambda gateway: gateway.cache_stats())
+
+    async def export_cache(
+        self, tenant: str, prompt_json: str, write: Callable[[ExportedPrefix | bytes], Awaitable[None]]
+    ) -> None:
+        await self._call(lambda gateway: gateway.export_cache(tenant, prompt_json, write))
+
+    async def import_cache(self, tenant: str, worker_id: str, parts: AsyncIterator[bytes]) -> ImportedPrefix:
+        return await self._call(lambda gateway: gateway.import_cache(tenant, worker_id, parts))
 
     async def _call(self, call: Callable[[Gateway], Coroutine[Any, Any, T]]) -> T:
         if self._gateway is None:

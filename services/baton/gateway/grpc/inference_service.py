@@ -5,7 +5,7 @@ The gRPC server uses both APIs. The HTTP application uses only the operator API.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from baton.core.client_api import (
 )
 from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
@@ -29,6 +30,7 @@ from baton.gateway.grpc.message_fields import FIELDS_JSON, read_message
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.response_size import ids_bytes, text_bytes
+from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import is_this_machine
@@ -248,16 +250,44 @@ class AdminService:
 
     async def clear_tenant(self, tenant: str, caller: Caller) -> tuple[str, ...]:
         identity = self._check_operator(caller, "clear caches")
-        salt = self._service.keys.salt_of(tenant)
-        if salt is None:
-            message = f"no API key belongs to tenant {tenant!r}; clear its cache before its last key is removed"
-            raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+        salt = self._salt_of(tenant, "clear its cache before its last key is removed")
         log.info("clear_requested", tenant=tenant, key=identity.name)
         return await self._service.schedulers.clear_tenant(salt)
 
     async def cache_stats(self, caller: Caller) -> CacheStats:
         self._check(caller)
         return await self._service.schedulers.cache_stats()
+
+    async def export_cache(
+        self,
+        tenant: str,
+        prompt_json: str,
+        write: Callable[[ExportedPrefix | bytes], Awaitable[None]],
+        caller: Caller,
+    ) -> None:
+        identity = self._check_operator(caller, "export caches")
+        salt = self._salt_of(tenant, "name another tenant, or add a key")
+        with self._service.hold_slot(identity):
+            body = await parse_body(prompt_json.encode(), "the prompt")
+            ids = await tokenize_body(self._service.validator, body, UnknownFields(), size=len(prompt_json))
+        log.info("export_requested", tenant=tenant, key=identity.name, num_prompt_tokens=len(ids))
+        await self._service.prefixes.export_file(ids, salt, write)
+
+    async def import_cache(
+        self, tenant: str, worker_id: str, parts: AsyncIterator[bytes], caller: Caller
+    ) -> ImportedPrefix:
+        identity = self._check_operator(caller, "import caches")
+        salt = self._salt_of(tenant, "name the tenant that the file was exported for, or add a key")
+        log.info("import_requested", tenant=tenant, key=identity.name, worker=worker_id)
+        return await self._service.prefixes.import_file(worker_id, salt, parts)
+
+    def _salt_of(self, tenant: str, remedy: str) -> bytes:
+        """Return the cache salt of a tenant. Raises Refused if it has none."""
+        salt = self._service.keys.salt_of(tenant)
+        if salt is None:
+            message = f"no API key belongs to tenant {tenant!r}; {remedy}"
+            raise Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
+        return salt
 
     def _check_operator(self, caller: Caller, what: str) -> Identity:
         """Return the caller's identity. Raises Refused unless it is an admin's, or without keys one of this

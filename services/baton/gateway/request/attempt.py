@@ -106,6 +106,24 @@ class Attempt:
         )
 
 
+async def prompt_hashes(token_ids: TokenIds, cache_salt: bytes, layout: KvLayout) -> tuple[BlockHash, ...]:
+    """Return the hashes of a prompt's full blocks, as workers with this layout compute them.
+
+    Yields to the event loop during long prompts.
+    """
+    root = root_hash(
+        model_fingerprint=layout.model_fingerprint,
+        cache_salt=cache_salt,
+        block_size_tokens=layout.block_size_tokens,
+    )
+    rest = chain(root, token_ids, layout.block_size_tokens)
+    hashes: list[BlockHash] = list(islice(rest, HASHES_PER_YIELD))
+    while len(hashes) % HASHES_PER_YIELD == 0 and (more := list(islice(rest, HASHES_PER_YIELD))):
+        hashes += more
+        await asyncio.sleep(0)
+    return tuple(hashes)
+
+
 async def make_attempt(
     request: GenerateRequest, number: int, layout: KvLayout | None, avoid: tuple[WorkerRef, ...] = ()
 ) -> Attempt:
@@ -115,20 +133,10 @@ async def make_attempt(
     """
     if layout is None:
         return Attempt(request=request, number=number, avoid=avoid)
-    root = root_hash(
-        model_fingerprint=layout.model_fingerprint,
-        cache_salt=request.cache_salt,
-        block_size_tokens=layout.block_size_tokens,
-    )
-    rest = chain(root, request.token_ids, layout.block_size_tokens)
-    hashes: list[BlockHash] = list(islice(rest, HASHES_PER_YIELD))
-    while len(hashes) % HASHES_PER_YIELD == 0 and (more := list(islice(rest, HASHES_PER_YIELD))):
-        hashes += more
-        await asyncio.sleep(0)
     return Attempt(
         request=request,
         number=number,
-        block_hashes=tuple(hashes),
+        block_hashes=await prompt_hashes(request.token_ids, request.cache_salt, layout),
         hash_scheme=layout.hash_scheme,
         prefix_key=prefix_key(request.token_ids, layout.block_size_tokens),
         avoid=avoid,

@@ -24,6 +24,7 @@ from baton.core.client_api import (
 )
 from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.cluster.worker_report import (
     BlockCounts,
     LinkReport,
@@ -288,6 +289,22 @@ _CACHE_STATS = MessageMapping(
 )
 
 to_cache_stats, from_cache_stats = _CACHE_STATS.to_wire, _CACHE_STATS.from_wire
+
+_EXPORTED_PREFIX = MessageMapping(ExportedPrefix, admin_pb2.ExportedPrefix)
+_IMPORTED_PREFIX = MessageMapping(ImportedPrefix, admin_pb2.ImportCacheResponse)
+to_import_response, from_import_response = _IMPORTED_PREFIX.to_wire, _IMPORTED_PREFIX.from_wire
+
+
+def to_export_response(answer: ExportedPrefix | bytes) -> admin_pb2.ExportCacheResponse:
+    """Convert a part of a file, or what describes it."""
+    if isinstance(answer, bytes):
+        return admin_pb2.ExportCacheResponse(part=answer)
+    return admin_pb2.ExportCacheResponse(prefix=_EXPORTED_PREFIX.to_wire(answer))
+
+
+def from_export_response(message: admin_pb2.ExportCacheResponse) -> ExportedPrefix | bytes:
+    """Convert a part of a file, or what describes it."""
+    return _EXPORTED_PREFIX.from_wire(message.prefix) if message.HasField("prefix") else message.part
 
 
 def to_explain_response(records: tuple[DecisionRecord, ...]) -> admin_pb2.ExplainResponse:

@@ -19,6 +19,7 @@ from baton.core.errors import Failure, Refused, StreamBroken
 from baton.core.interfaces import Duplex, SchedulerApi, SchedulerService, Source, WorkerService
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.runtime.logging import get_logger
 from baton.runtime.network.mailbox import Mailbox
@@ -108,6 +109,9 @@ class InProcessNetwork:
 
     async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
         return self._open(address, self._worker(address).peer)
+
+    async def open_prefix_copy(self, address: str) -> Duplex[PrefixRequest, PrefixReply]:
+        return self._open(address, self._worker(address).copy_prefix)
 
     async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]:
         return self._open(address, self.scheduler_service(address).report)

@@ -210,3 +210,71 @@ class Heartbeat(_message.Message):
     step_age_s: float
     draining: bool
     def __init__(self, seq: _Optional[int] = ..., steps_done: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class PrefixRequest(_message.Message):
+    __slots__ = ("export_prefix", "import_prefix", "part", "next")
+    EXPORT_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    IMPORT_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    export_prefix: ExportPrefix
+    import_prefix: ImportPrefix
+    part: FilePart
+    next: NextPart
+    def __init__(self, export_prefix: _Optional[_Union[ExportPrefix, _Mapping]] = ..., import_prefix: _Optional[_Union[ImportPrefix, _Mapping]] = ..., part: _Optional[_Union[FilePart, _Mapping]] = ..., next: _Optional[_Union[NextPart, _Mapping]] = ...) -> None: ...
+
+class PrefixReply(_message.Message):
+    __slots__ = ("offer", "part", "next", "imported")
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    IMPORTED_FIELD_NUMBER: _ClassVar[int]
+    offer: PrefixOffer
+    part: FilePart
+    next: NextPart
+    imported: ImportedBlocks
+    def __init__(self, offer: _Optional[_Union[PrefixOffer, _Mapping]] = ..., part: _Optional[_Union[FilePart, _Mapping]] = ..., next: _Optional[_Union[NextPart, _Mapping]] = ..., imported: _Optional[_Union[ImportedBlocks, _Mapping]] = ...) -> None: ...
+
+class ExportPrefix(_message.Message):
+    __slots__ = ("block_hashes", "tenant_root")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ROOT_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: bytes
+    tenant_root: bytes
+    def __init__(self, block_hashes: _Optional[bytes] = ..., tenant_root: _Optional[bytes] = ...) -> None: ...
+
+class ImportPrefix(_message.Message):
+    __slots__ = ("tenant_root",)
+    TENANT_ROOT_FIELD_NUMBER: _ClassVar[int]
+    tenant_root: bytes
+    def __init__(self, tenant_root: _Optional[bytes] = ...) -> None: ...
+
+class PrefixOffer(_message.Message):
+    __slots__ = ("num_blocks", "num_bytes")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_bytes: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class FilePart(_message.Message):
+    __slots__ = ("data", "is_last")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    is_last: bool
+    def __init__(self, data: _Optional[bytes] = ..., is_last: _Optional[bool] = ...) -> None: ...
+
+class NextPart(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ImportedBlocks(_message.Message):
+    __slots__ = ("num_blocks", "num_cached_before", "num_file_blocks")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FILE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_cached_before: int
+    num_file_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_cached_before: _Optional[int] = ..., num_file_blocks: _Optional[int] = ...) -> None: ...

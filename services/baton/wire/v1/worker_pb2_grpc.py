@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=baton_dot_wire_dot_v1_dot_worker__pb2.GatewayMessage.SerializeToString,
                 response_deserializer=baton_dot_wire_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
                 _registered_method=True)
+        self.CopyPrefix = channel.stream_stream(
+                '/baton.wire.v1.Worker/CopyPrefix',
+                request_serializer=baton_dot_wire_dot_v1_dot_worker__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_wire_dot_v1_dot_worker__pb2.PrefixReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -52,6 +57,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyPrefix(self, request_iterator, context):
+        """Exports a cached prefix, or imports one. The gateway begins with ExportPrefix or ImportPrefix. Each
+        NextPart allows the other end to send one more FilePart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=baton_dot_wire_dot_v1_dot_worker__pb2.GatewayMessage.FromString,
                     response_serializer=baton_dot_wire_dot_v1_dot_worker__pb2.WorkerMessage.SerializeToString,
+            ),
+            'CopyPrefix': grpc.stream_stream_rpc_method_handler(
+                    servicer.CopyPrefix,
+                    request_deserializer=baton_dot_wire_dot_v1_dot_worker__pb2.PrefixRequest.FromString,
+                    response_serializer=baton_dot_wire_dot_v1_dot_worker__pb2.PrefixReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Worker:
             '/baton.wire.v1.Worker/Session',
             baton_dot_wire_dot_v1_dot_worker__pb2.GatewayMessage.SerializeToString,
             baton_dot_wire_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyPrefix(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.wire.v1.Worker/CopyPrefix',
+            baton_dot_wire_dot_v1_dot_worker__pb2.PrefixRequest.SerializeToString,
+            baton_dot_wire_dot_v1_dot_worker__pb2.PrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,8 @@ from baton.worker.device.kv_registration import register_host_memory
 from baton.worker.device.open_disk import host_copies, open_disk_tier
 from baton.worker.device.open_tier import num_slots_for_worker, open_host_tier
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
+from baton.worker.prefix_files.staged_blocks import StagedBlocks
+from baton.worker.tiers.tier_copies import CopyThread
 
 
 def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
@@ -66,6 +68,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
         summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks, num_slots, disk)}",
         tier=open_host_tier(worker, registered, kv=kv),
         disk=disk,
+        blocks=StagedBlocks(layout.block_bytes, host_copies(kv), CopyThread()),
         close_memory=registered.close,
         costs=costs,
     )

@@ -5,6 +5,7 @@ not need them.
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
+from baton.transfer.backends.host_memory import Bytes
 from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.draft_device import LoadedDraft, draft_config, load_draft
 from baton.worker.device.gpu_allocator import require_plain_memory
@@ -31,8 +33,10 @@ from baton.worker.device.open_disk import host_copies, open_disk_tier
 from baton.worker.device.open_tier import MAX_PINNED_TIER_BYTES, num_slots_for_worker, open_host_tier
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
+from baton.worker.prefix_files.staged_blocks import StagedBlocks
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
+from baton.worker.tiers.tier_copies import CopyThread, TierCopies
 
 if TYPE_CHECKING:
     from baton.model.backends.backend_selection import Backend
@@ -86,7 +90,7 @@ def _open_in_compute_thread(
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
     draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, gpu.draft_refused)
     num_blocks = _num_blocks(config, loaded, backend, layout, draft)
-    cache, registered, tier, disk = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
+    cache, registered, tier, disk, copies_to = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
     pool = BlockPool(
         num_blocks,
         config.block_size_tokens,
@@ -114,6 +118,7 @@ def _open_in_compute_thread(
         draft=draft_device,
         tier=tier,
         disk=disk,
+        blocks=StagedBlocks(layout.block_bytes, copies_to, CopyThread()),
         costs_key=step_costs_key(
             layout.model_fingerprint,
             device_name(loaded.device),
@@ -178,9 +183,9 @@ def _open_kv(
     layout: KvLayout,
     num_blocks: int,
     path: KvPath,
-) -> tuple["KvCache", RegisteredMemory, HostTier | None, DiskTier | None]:
+) -> tuple["KvCache", RegisteredMemory, HostTier | None, DiskTier | None, Callable[[Bytes], TierCopies]]:
     """Allocate KV memory where the model is, and that of the host tier, register both, and open the file of
-    the disk tier."""
+    the disk tier. Returns, too, how to copy blocks to and from a staging buffer."""
     from baton.model.device.device_info import gpu_segments
     from baton.model.device.host_staging import DeviceCopies
     from baton.model.device.kv_tensors import KvCache
@@ -193,16 +198,17 @@ def _open_kv(
         kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
         cache = KvCache.over(kv.reshape(-1).data, layout, loaded.dtype)
         disk = open_disk_tier(config, worker, layout, host_copies(kv))
-        return cache, registered, open_host_tier(worker, registered, kv=kv), disk
+        return cache, registered, open_host_tier(worker, registered, kv=kv), disk, host_copies(kv)
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
     if config.transfer == "nixl":
         require_plain_memory(gpu_segments(), cache.memory.data_ptr())
     registered = register_gpu_memory(config, worker, cache, path=path, num_slots=num_slots)
-    disk = open_disk_tier(config, worker, layout, partial(DeviceCopies, cache), shares_cores=False)
+    copies_to = partial(DeviceCopies, cache)
+    disk = open_disk_tier(config, worker, layout, copies_to, shares_cores=False)
     if registered.tier is None:
-        return cache, registered, None, disk
+        return cache, registered, None, disk, copies_to
     copies = DeviceCopies(cache, registered.tier.kv, max_pinned_bytes=MAX_PINNED_TIER_BYTES)
-    return cache, registered, open_host_tier(worker, registered, copies=copies), disk
+    return cache, registered, open_host_tier(worker, registered, copies=copies), disk, copies_to
 
 
 def _device_text(loaded: "LoadedModel") -> str:

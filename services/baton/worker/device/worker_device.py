@@ -17,6 +17,7 @@ from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import TransferBackend
 from baton.worker.device.gpu_use import step_tokens_of
+from baton.worker.prefix_files.staged_blocks import StagedBlocks
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 
@@ -48,6 +49,7 @@ class Device:
     costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
     draft: the draft model; None without one
     tier, disk: the host tier of the KV and the disk tier; None without one
+    blocks: copies blocks as bytes, for exports and imports; None if the device cannot
     """
 
     executor: Executor
@@ -62,6 +64,7 @@ class Device:
     draft: DraftDevice | None = None
     tier: HostTier | None = None
     disk: DiskTier | None = None
+    blocks: StagedBlocks | None = None
 
     async def aclose(self) -> None:
         """Close the executor after its current step, wait briefly for running reads, then free the memory."""
@@ -69,9 +72,9 @@ class Device:
         if self.draft is not None:
             await self.draft.executor.aclose()
         await self.backend.aclose()
-        for tier in (self.tier, self.disk):
-            if tier is not None:
-                await tier.aclose()
+        for copying in (self.tier, self.disk, self.blocks):
+            if copying is not None:
+                await copying.aclose()
         self.constraints.close()
         self.close_memory()
 

@@ -1,0 +1,1 @@
+"""Exports of cached prefixes to files, and imports from them."""
