@@ -63,7 +63,7 @@ class PrefixRelay:
             )
             await write(exported)
             for _ in range(WINDOW_PARTS):
-                _send(stream, NextPart(), report)
+                await _send(stream, NextPart(), report)
             is_over = False
             while not is_over:
                 part = await _received(stream, report, STALL_S)
@@ -72,7 +72,7 @@ class PrefixRelay:
                 await write(part.data)
                 is_over = part.is_last
                 if not is_over:
-                    _send(stream, NextPart(), report)
+                    await _send(stream, NextPart(), report)
         finally:
             await stream.aclose()
 
@@ -82,7 +82,7 @@ class PrefixRelay:
         layout = report.layout
         stream = await self._opened(report)
         try:
-            _send(stream, ImportPrefix(tenant_root=_tenant_root(layout, tenant_salt)), report)
+            await _send(stream, ImportPrefix(tenant_root=_tenant_root(layout, tenant_salt)), report)
             is_over = False
             while isinstance(reply := await _received(stream, report, STALL_S), NextPart):
                 if is_over:
@@ -91,7 +91,7 @@ class PrefixRelay:
                 is_over = part is None
                 if part is not None and len(part) > MAX_PART_BYTES:
                     raise invalid(f"a part of the file has {len(part)} bytes; at most {MAX_PART_BYTES} are allowed")
-                _send(stream, FilePart(part or b"", is_over), report)
+                await _send(stream, FilePart(part or b"", is_over), report)
         finally:
             await stream.aclose()
         if not isinstance(reply, ImportedBlocks):
@@ -141,7 +141,7 @@ class PrefixRelay:
     async def _offer(self, asked: ExportPrefix, report: WorkerReport) -> tuple[Stream, PrefixOffer]:
         stream = await self._opened(report)
         try:
-            _send(stream, asked, report)
+            await _send(stream, asked, report)
             offer = await _received(stream, report, ANSWER_S)
             if not isinstance(offer, PrefixOffer):
                 raise _unexpected(report)
@@ -192,11 +192,13 @@ async def _received(stream: Stream, report: WorkerReport, within_s: float) -> Pr
         raise Refused(Failure(code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=message)) from None
 
 
-def _send(stream: Stream, message: PrefixRequest, report: WorkerReport) -> None:
+async def _send(stream: Stream, message: PrefixRequest, report: WorkerReport) -> None:
+    """Send a message. Raises Refused with the worker's reason if the stream has ended."""
     try:
         stream.send(message)
-    except StreamBroken as broken:
-        raise _refused(broken, report) from broken
+    except StreamBroken:
+        while True:  # the reason follows what was received before
+            await _received(stream, report, ANSWER_S)
 
 
 def _refused(broken: StreamBroken, report: WorkerReport) -> Refused:
