@@ -11,6 +11,15 @@ from baton.core.interfaces import Duplex
 from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack, DecodeJob, Heartbeat, PrefillJob, PrefixSource, Step
 from baton.core.messages.peer_messages import Renew, Renewed
+from baton.core.messages.prefix_copies import (
+    PART_BYTES,
+    ExportPrefix,
+    FilePart,
+    ImportedBlocks,
+    ImportPrefix,
+    NextPart,
+    PrefixOffer,
+)
 from tests import builders
 from tests.contract.networks import (
     NetworkHarness,
@@ -71,6 +80,38 @@ async def test_worker_serves_sessions_and_peer_streams_at_one_address(harness: N
     peer.send(Renew(renewal=8))
     assert await peer.receive() == Renewed(renewal=8)
     await peer.aclose()
+
+
+async def test_parts_of_files_arrive_unchanged_and_refusals_give_the_reason(harness: NetworkHarness) -> None:
+    tenant_root = bytes(range(16))
+    asked = ExportPrefix(hashes=(bytes(16), bytes([7]) * 16), tenant_root=tenant_root)
+    sent = [asked, ImportPrefix(tenant_root=tenant_root), NextPart(), FilePart(b"\0\xff" * 1000), FilePart(b"", True)]
+    answers = [
+        PrefixOffer(num_blocks=2, num_bytes=2**40),
+        FilePart(bytes(PART_BYTES)),
+        NextPart(),
+        ImportedBlocks(num_blocks=3, num_cached_before=1, num_file_blocks=9),
+    ]
+    received: list[Any] = []
+
+    async def copy(stream: Duplex[Any, Any]) -> None:
+        received.extend([await stream.receive() for _ in sent])
+        for answer in answers:
+            stream.send(answer)
+        await stream.receive()
+        raise Refused(builders.failure(message="the file is damaged"))
+
+    stream = await harness.network.open_prefix_copy(await harness.add_worker(StubWorker(copy_prefix=copy)))
+    for message in sent:
+        stream.send(message)  # type: ignore[arg-type]
+    assert [await stream.receive() for _ in answers] == answers
+    assert received == sent
+    stream.send(NextPart())
+    with pytest.raises(StreamBroken) as broken:
+        await stream.receive()
+    assert broken.value.failure is not None
+    assert broken.value.failure.message == "the file is damaged"
+    await stream.aclose()
 
 
 async def test_concurrent_streams_receive_only_their_own_messages(harness: NetworkHarness) -> None:

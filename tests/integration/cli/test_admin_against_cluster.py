@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 from asyncio.subprocess import PIPE
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -106,6 +107,49 @@ async def test_cache_stats_compare_reused_tokens_with_an_infinite_cache() -> Non
             0,
             "reused 9.1% of the prompt tokens; an infinite cache would have reused 18.1%",
         )
+
+
+async def test_exported_prefix_is_reused_after_a_clear_and_an_import(tmp_path: Path) -> None:
+    """A real model computes its prompt, and then again from imported KV, which must give the same tokens."""
+    prompt = "import os\nimport sys\n\n\ndef main(arguments):\n    " * 8
+    path = tmp_path / "prefix.kv"
+    async with process_cluster(prefill=0, decode=0, hybrid=1, **LONG_TIMES) as cluster:
+        before = await complete(cluster, prompt)
+        code, out, errors = await baton(cluster, "cache", "export", "--prompt", prompt, "--out", str(path))
+        assert code == 0, errors
+        num_tokens = before["usage"]["prompt_tokens"] // 16 * 16
+        assert out.startswith(f"exported {num_tokens} of {before['usage']['prompt_tokens']} prompt tokens from h0 to")
+        assert path.stat().st_size > num_tokens // 16 * BLOCK_BYTES
+        assert (await baton(cluster, "cache", "clear", "--tenant", "default"))[0] == 0
+        async with asyncio.timeout(60):
+            while (await baton(cluster, "cache", "export", "--prompt", prompt, "--out", f"{path}.2"))[0] == 0:  # noqa: ASYNC110 - polls a process
+                await asyncio.sleep(0.1)
+
+        code, out, errors = await baton(cluster, "cache", "import", str(path))
+        assert (code, out) == (0, f"{num_tokens} of {num_tokens} tokens of {path} are cached at h0; 0 were before\n"), (
+            errors
+        )
+        after = await complete(cluster, prompt)
+        assert after["choices"][0]["text"] == before["choices"][0]["text"]
+        assert before["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == min(
+            num_tokens, num_tokens - 16 * (num_tokens == before["usage"]["prompt_tokens"])
+        )
+
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        code, _, errors = await baton(cluster, "cache", "import", str(path))
+        assert code == 1
+        assert "the file is damaged: the checksum of KV block" in errors
+
+
+async def complete(cluster: ProcessCluster, prompt: str) -> Any:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 async def cache_stats(cluster: ProcessCluster) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from baton.cli.main import cli, main
 from baton.core.client_api import ClusterStatus, ProcessInfo
 from baton.core.cluster.cache_stats import CacheStats, TokenReuse
 from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.cluster.worker_report import ReloadCounts, TierReport, WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
 from baton.runtime.process.run_file import RunningCluster
@@ -38,6 +39,10 @@ class FakeGateway:
         self.drained_with_node: list[str] = []
         self.cleared: list[str] = []
         self.cache = CacheStats()
+        self.asked: list[tuple[str, ...]] = []
+        self.file = [b"header", b"blocks" * 1000]
+        self.num_lost_bytes = 0
+        self.imported = b""
 
     async def status(self) -> ClusterStatus:
         self.num_status_calls += 1
@@ -61,6 +66,22 @@ class FakeGateway:
 
     async def cache_stats(self) -> CacheStats:
         return self.cache
+
+    async def export_cache(
+        self, tenant: str, prompt_json: str, write: Callable[[ExportedPrefix | bytes], Awaitable[None]]
+    ) -> None:
+        self.asked.append((tenant, prompt_json))
+        if isinstance(answer := self.statuses[0], BaseException):
+            raise answer
+        num_bytes = sum(map(len, self.file))
+        await write(ExportedPrefix(worker_id="p0", num_tokens=32, num_prompt_tokens=40, num_bytes=num_bytes))
+        for part in self.file:
+            await write(part[self.num_lost_bytes :])
+
+    async def import_cache(self, tenant: str, worker_id: str, parts: AsyncIterator[bytes]) -> ImportedPrefix:
+        self.asked.append((tenant, worker_id))
+        self.imported = b"".join([part async for part in parts])
+        return ImportedPrefix(worker_id="p0", num_tokens=32, num_cached_before=16, num_file_tokens=48)
 
 
 def admin_context(
@@ -148,6 +169,51 @@ def test_clearing_the_cache_of_a_tenant_names_the_workers() -> None:
     done = run(gateway, "cache", "clear", "--tenant", "search")
     assert done.stdout == "2 workers erase the KV of tenant search: d0, p0\n"
     assert gateway.cleared == ["search"]
+
+
+def test_export_writes_a_private_file_and_import_sends_it(tmp_path: Path) -> None:
+    gateway, out = FakeGateway(cluster_status()), tmp_path / "prefix.kv"
+    out.write_bytes(b"an earlier file")
+    done = run(gateway, "cache", "export", "--model", "demo", "--prompt", "import os", "--out", str(out))
+    assert done.stdout == f"exported 32 of 40 prompt tokens from p0 to {out} (6006 bytes)\n"
+    assert out.read_bytes() == b"".join(gateway.file)
+    assert out.stat().st_mode & 0o777 == 0o600
+    done = run(gateway, "cache", "import", str(out), "--worker", "p0", "--tenant", "search")
+    assert done.stdout == f"32 of 48 tokens of {out} are cached at p0; 16 were before\n"
+    assert "too few blocks were free" in done.stderr
+    assert gateway.imported == b"".join(gateway.file)
+    assert gateway.asked == [("default", '{"model": "demo", "prompt": "import os"}'), ("search", "p0")]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_export_takes_messages_or_the_body_of_a_chat(tmp_path: Path) -> None:
+    gateway, chat = FakeGateway(cluster_status()), tmp_path / "chat.json"
+    messages = [{"role": "user", "content": "hi"}]
+    for content in (messages, {"messages": messages, "tools": [], "max_tokens": 3}):
+        chat.write_text(json.dumps(content))
+        run(gateway, "cache", "export", "--messages-file", str(chat), "--out", str(tmp_path / "out"))
+    asked = [json.loads(body) for _, body in gateway.asked]
+    assert asked == [{"messages": messages}, {"messages": messages, "tools": []}]
+    for content, problem in (("[", "not valid JSON"), ("{}", "no list of messages")):
+        chat.write_text(content)
+        done = run(gateway, "cache", "export", "--messages-file", str(chat), "--out", str(tmp_path / "out"))
+        assert problem in str(done.exception)
+    done = run(gateway, "cache", "export", "--out", str(tmp_path / "out"))
+    assert "exactly one of --prompt" in done.output
+
+
+@pytest.mark.parametrize("fault", ["refused", "cut", "directory"])
+def test_failed_export_leaves_the_earlier_file(tmp_path: Path, fault: str) -> None:
+    gateway, out = FakeGateway(cluster_status()), tmp_path / "prefix.kv"
+    out.write_bytes(b"an earlier file")
+    gateway.num_lost_bytes = 1 if fault == "cut" else 0
+    if fault == "refused":
+        gateway.statuses = [Refused(UNAVAILABLE)]
+    target = tmp_path / "none" / "out" if fault == "directory" else out
+    done = run(gateway, "cache", "export", "--prompt", "import os", "--out", str(target))
+    problem = {"refused": "no scheduler answers", "cut": "ended after 6004 bytes", "directory": "name another file"}
+    assert problem[fault] in str(done.exception)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"an earlier file"]
 
 
 def cached_gateway(sampled_share: float = 1.0) -> FakeGateway:

@@ -49,6 +49,9 @@ FLAGS = {
     "explain": "--gateway --url --gateway-ca --gateway-name --api-key",
     "cache stats": "--json --gateway --url --gateway-ca --gateway-name --api-key",
     "cache clear": "--tenant --gateway --url --gateway-ca --gateway-name --api-key",
+    "cache export": "--model --prompt --prompt-file --messages-file --tenant --out --gateway --url --gateway-ca "
+    "--gateway-name --api-key",
+    "cache import": "--worker --tenant --gateway --url --gateway-ca --gateway-name --api-key",
     "drain": "--here --wait --drain-socket --limit-s --gateway --url --gateway-ca --gateway-name --api-key",
     "config": "--schema --json --config --http-port",
     "doctor": "--json",

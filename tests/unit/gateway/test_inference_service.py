@@ -286,12 +286,25 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
         with pytest.raises(Refused, match="no API key belongs to tenant 'x'"):
             await admin(c).clear_tenant("x", ANONYMOUS)
         assert await admin(c).clear_tenant("default", ANONYMOUS) == ("d0", "p0")
+        elsewhere = Caller(address="ipv4:192.0.2.7:5000")
+        with pytest.raises(Refused, match="may export caches"):
+            await admin(c).export_cache("default", "{}", never_called, elsewhere)
+        with pytest.raises(Refused, match="may import caches"):
+            await admin(c).import_cache("default", "", never_called(), elsewhere)
+        with pytest.raises(Refused, match="exactly one of prompt and messages"):
+            await admin(c).export_cache("default", "{}", never_called, ANONYMOUS)
+        with pytest.raises(Refused, match="no API key belongs to tenant 'x'"):
+            await admin(c).import_cache("x", "", never_called(), ANONYMOUS)
         assert c.scheduler.cleared == [b""]
         assert (await admin(c).cache_stats(ANONYMOUS)).total.num_requests == 1
         c.scheduler.die()
         with pytest.raises(Refused) as refused:
             await admin(c).drain("d0", ANONYMOUS)
         assert refused.value.failure.reason is Reason.SCHEDULER_LOST
+
+
+def never_called(*_: Any) -> Any:
+    """Stand for what a refused call must not use."""
 
 
 # Chats.

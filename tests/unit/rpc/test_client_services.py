@@ -403,6 +403,24 @@ async def test_admin_calls_return_values_and_failures(gateway: GatewayServer) ->
     assert gateway.admin.calls == [None, "req-1", ("w0", True), ("w9", False), "search"]
 
 
+async def test_exports_and_imports_carry_files(gateway: GatewayServer) -> None:
+    client, answers = gateway.admin_client(), list[Any]()
+
+    async def write(answer: Any) -> None:
+        answers.append(answer)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"first"
+        yield b"second" * 50_000
+
+    await client.export_cache("search", "{}", write)
+    assert (answers[0].worker_id, answers[0].num_tokens, answers[0].num_prompt_tokens) == ("w0", 32, 40)
+    assert answers[0].num_bytes == len(b"".join(answers[1:])) == 5003
+    imported = await client.import_cache("search", "w0", parts())
+    assert (imported.num_tokens, imported.num_cached_before, imported.num_file_tokens) == (32, 16, 48)
+    assert gateway.admin.calls == [("search", "{}"), ("search", "w0", b"first" + b"second" * 50_000)]
+
+
 async def test_call_without_a_gateway_raises_stream_broken() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
         with pytest.raises(StreamBroken):

@@ -79,23 +79,19 @@ class PrefixImport:
     async def _fill(
         self, parts: PartReader, needed: Sequence[BlockHash], missing: set[BlockHash], block_of: dict[BlockHash, int]
     ) -> None:
-        """Read the records of the blocks, and write the missing ones. Raises Refused if one is not valid."""
+        """Read and verify the records of the blocks, and write the missing ones. Raises Refused if one is not
+        valid."""
         num_rows = self._blocks.num_rows
         for begin in range(0, len(needed), num_rows):
-            wanted: list[BlockHash] = []
+            hashes = needed[begin : begin + num_rows]
             records: list[bytes] = []
-            for number, block_hash in enumerate(needed[begin : begin + num_rows], begin + 1):
+            for number in range(begin + 1, begin + 1 + len(hashes)):
                 what = f"KV block {number} of {len(needed)}"
-                record = await parts.take(RECORD_BYTES + self._layout.block_bytes, what)
-                if block_hash in missing:
-                    wanted.append(block_hash)
-                    records.append(record)
-            if not wanted:
-                continue
-            num_good = await self._blocks.write([block_of[each] for each in wanted], wanted, records)
-            if num_good < len(wanted):
-                number = needed.index(wanted[num_good]) + 1
-                raise damaged(f"the checksum of KV block {number} of {len(needed)} is wrong")
+                records.append(await parts.take(RECORD_BYTES + self._layout.block_bytes, what))
+            block_ids = [block_of[each] if each in missing else None for each in hashes]
+            num_good = await self._blocks.write(block_ids, hashes, records)
+            if num_good < len(hashes):
+                raise damaged(f"the checksum of KV block {begin + num_good + 1} of {len(needed)} is wrong")
 
     def _fitting(self, chain: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
         """Return the leading blocks for which blocks are free. Raises Refused if there are none.

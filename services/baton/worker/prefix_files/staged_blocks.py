@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 
@@ -42,10 +43,12 @@ class StagedBlocks:
         await self._calls.to_its_end(self._runner.run(copy, len(blocks) * self._block_bytes))
         return records
 
-    async def write(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], records: Sequence[bytes]) -> int:
-        """Verify records, and copy the leading good ones to device blocks. Returns how many.
+    async def write(
+        self, block_ids: Sequence[int | None], hashes: Sequence[BlockHash], records: Sequence[bytes]
+    ) -> int:
+        """Verify records, and copy them to device blocks; None: nowhere. Returns how many leading ones are good.
 
-        The blocks must be receiving until this ends. Otherwise as `read`.
+        Nothing is copied if one is not good. The blocks must be receiving until this ends. Otherwise as `read`.
         """
         num_good: list[int] = []
         copy = partial(self._write, block_ids, hashes, records, num_good)
@@ -69,19 +72,20 @@ class StagedBlocks:
 
     def _write(
         self,
-        block_ids: Sequence[int],
+        block_ids: Sequence[int | None],
         hashes: Sequence[BlockHash],
         records: Sequence[bytes],
         num_good: list[int],
     ) -> None:
         staging, copies = self._opened()
-        good = 0
-        while good < len(records) and is_intact(records[good], hashes[good]):
-            staging[good] = np.frombuffer(records[good], dtype=np.uint8, offset=RECORD_BYTES)
-            good += 1
-        if good:
-            copies.to_device(range(good), block_ids[:good])
-        num_good.append(good)
+        checks = (is_intact(record, block_hash) for record, block_hash in zip(records, hashes, strict=True))
+        num_good.append(sum(1 for _ in takewhile(bool, checks)))
+        wanted = {block_id: record for block_id, record in zip(block_ids, records, strict=True) if block_id is not None}
+        if not wanted or num_good[0] < len(records):
+            return
+        for row, record in enumerate(wanted.values()):
+            staging[row] = np.frombuffer(record, dtype=np.uint8, offset=RECORD_BYTES)
+        copies.to_device(range(len(wanted)), list(wanted))
 
     def _opened(self) -> tuple[Bytes, TierCopies]:
         if self._staging is None or self._copies is None:
