@@ -238,9 +238,31 @@ async def test_nothing_is_left_after_a_cancel_at_any_point(what: str) -> None:
     assert num_turns > 20
 
 
+async def test_blocks_that_are_withdrawn_during_an_export_are_never_in_a_file() -> None:
+    """Their content becomes wrong at any point of the export, which then fails, or has read them before."""
+    results: list[bool] = []
+    while len(results) < 40:
+        source, target = PrefixWorker("source"), PrefixWorker("target")
+        source.copies._blocks.num_rows = 2  # type: ignore[union-attr]
+        source.compute(TOKENS)
+        call = asyncio.create_task(PrefixCluster(source).export(TOKENS))
+        for _ in range(len(results)):
+            await asyncio.sleep(0)
+        source.memory[:] = 238
+        source.pool.forget_tenant(source.root())
+        try:
+            await PrefixCluster(target).load((await call)[1])
+            target.check_holds(TOKENS, NUM_BLOCKS)
+            results.append(True)
+        except Refused:
+            results.append(False)
+        source.check_idle()
+    assert {*results} == {True, False}
+
+
 async def test_a_client_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "STALL_S", 0.01)
     content, target = await exported(), PrefixWorker("target")
+    monkeypatch.setattr(file_parts, "STALL_S", 0.2)
 
     stream = await PrefixCluster(target).network.open_prefix_copy(target.ref.address)
     stream.send(ImportPrefix(tenant_root=target.root(SALT)))
