@@ -219,6 +219,7 @@ async def test_nothing_is_left_after_a_cancel_at_any_point(what: str) -> None:
         if what == "export":
             worker.compute(TOKENS)
             await worker.demote(worker.hashes(TOKENS)[:6])
+            worker.compute(TOKENS[:12])  # the first three are on the device, too
         cluster = PrefixCluster(worker)
         call: asyncio.Task[Any] = asyncio.create_task(
             cluster.export(TOKENS) if what == "export" else cluster.load(content)
