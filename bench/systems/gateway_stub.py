@@ -35,7 +35,7 @@ from baton.core.messages.jobs import (
     WorkerMessage,
 )
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.core.request import FinishReason, RequestActuals, TokenDelta
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.loading.model_source import resolve_model

@@ -11,7 +11,7 @@ from baton.core.interfaces import Duplex
 from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack, DecodeJob, Heartbeat, PrefillJob, PrefixSource, Step
 from baton.core.messages.peer_messages import Renew, Renewed
-from baton.core.messages.prefix_copies import (
+from baton.core.messages.prefix_messages import (
     PART_BYTES,
     ExportPrefix,
     FilePart,

@@ -20,7 +20,7 @@ from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEvent, KvSnapshot, UnreadableEvent
 from baton.core.messages.jobs import GatewayMessage, ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.core.step_cost import StepCostModel
 

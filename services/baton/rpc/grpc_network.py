@@ -14,7 +14,7 @@ from baton.core.errors import StreamBroken
 from baton.core.interfaces import Duplex, SchedulerApi
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.rpc import peer_rpc, scheduler_rpc, worker_rpc
 from baton.rpc.channel import ChannelPool, channel_options, open_channel
 from baton.rpc.grpc_tls import Tls

@@ -7,7 +7,7 @@ import grpc.aio
 
 from baton.core.interfaces import WorkerService
 from baton.core.messages.jobs import GatewayMessage, ReceivedGatewayMessage, WorkerMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.rpc.mappers.prefix_copy_mapper import (
     from_prefix_reply,
     from_prefix_request,

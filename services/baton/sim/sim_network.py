@@ -23,7 +23,7 @@ from baton.core.errors import Refused, StreamBroken
 from baton.core.interfaces import Duplex, Network, SchedulerApi, SchedulerService, Source, WorkerService
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.sim.sim_streams import NETWORK, SimEnd, SimStream, process_at
 

@@ -22,7 +22,7 @@ from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Membership
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.core.step_cost import StepCostModel
 from baton.engine.state.step import DeviceFault
 from baton.rpc.grpc_network import GrpcNetwork

@@ -15,7 +15,7 @@ from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop

@@ -15,7 +15,7 @@ from baton.core.interfaces import Duplex
 from baton.core.kv.block_hash import BlockHash, TokenIds, chain, root_hash, tenant_root
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.kv.kv_tables import entries_from, hashes_of_entries, hashes_of_prefix
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from baton.core.errors import Code, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import token_ids
-from baton.core.messages.prefix_copies import (
+from baton.core.messages.prefix_messages import (
     MAX_PART_BYTES,
     MAX_PREFIX_BLOCKS,
     WINDOW_PARTS,

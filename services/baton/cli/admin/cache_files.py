@@ -8,7 +8,7 @@ from pathlib import Path
 from baton.cli.admin.gateway_connection import Gateway
 from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
 from baton.core.errors import BatonError
-from baton.core.messages.prefix_copies import PART_BYTES
+from baton.core.messages.prefix_messages import PART_BYTES
 
 
 def prompt_body(model: str | None, prompt: str | None, prompt_file: Path | None, messages_file: Path | None) -> str:

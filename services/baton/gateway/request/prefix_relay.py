@@ -9,7 +9,7 @@ from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken, inva
 from baton.core.interfaces import Duplex, Network
 from baton.core.kv.block_hash import TokenIds, tenant_root
 from baton.core.kv.kv_layout import KvLayout
-from baton.core.messages.prefix_copies import (
+from baton.core.messages.prefix_messages import (
     MAX_PART_BYTES,
     MAX_PREFIX_BLOCKS,
     WINDOW_PARTS,

@@ -2,7 +2,7 @@
 
 from baton.core.errors import invalid
 from baton.core.kv.block_hash import HASH_BYTES, BlockHash
-from baton.core.messages.prefix_copies import (
+from baton.core.messages.prefix_messages import (
     MAX_PART_BYTES,
     MAX_PREFIX_BLOCKS,
     ExportPrefix,

@@ -19,7 +19,7 @@ from baton.core.errors import Failure, Refused, StreamBroken
 from baton.core.interfaces import Duplex, SchedulerApi, SchedulerService, Source, WorkerService
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.messages.prefix_copies import PrefixReply, PrefixRequest
+from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
 from baton.core.request import RequestActuals
 from baton.runtime.logging import get_logger
 from baton.runtime.network.mailbox import Mailbox

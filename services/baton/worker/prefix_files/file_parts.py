@@ -4,7 +4,7 @@ import asyncio
 
 from baton.core.errors import Code, Failure, Reason, Refused, invalid
 from baton.core.interfaces import Duplex
-from baton.core.messages.prefix_copies import (
+from baton.core.messages.prefix_messages import (
     PART_BYTES,
     WINDOW_PARTS,
     FilePart,

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, Code, Failure, Reason, Refused, StreamBroken, invalid
 from baton.core.kv.kv_layout import KvLayout
-from baton.core.messages.prefix_copies import ExportPrefix, ImportPrefix, NextPart, PrefixOffer
+from baton.core.messages.prefix_messages import ExportPrefix, ImportPrefix, NextPart, PrefixOffer
 from baton.engine.engine import Engine
 from baton.engine.tiers.kv_tier import KvTier
 from baton.runtime.logging import get_logger

@@ -6,7 +6,7 @@ from baton.core.errors import Code, Failure, Reason, Refused, invalid
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
-from baton.core.messages.prefix_copies import ExportPrefix
+from baton.core.messages.prefix_messages import ExportPrefix
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.content_index import longest_prefix
 from baton.worker.prefix_files.file_parts import PartWriter

@@ -15,7 +15,7 @@ from baton.core.errors import Refused, invalid
 from baton.core.kv.block_hash import HASH_BYTES, BlockHash
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.kv.kv_tables import hashes_of_prefix
-from baton.core.messages.prefix_copies import MAX_PREFIX_BLOCKS
+from baton.core.messages.prefix_messages import MAX_PREFIX_BLOCKS
 from baton.worker.disk.disk_format import file_shape, payload_checksum
 
 FORMAT_VERSION = 1

@@ -6,7 +6,7 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
-from baton.core.messages.prefix_copies import ImportedBlocks, ImportPrefix
+from baton.core.messages.prefix_messages import ImportedBlocks, ImportPrefix
 from baton.engine.engine import Engine
 from baton.worker.prefix_files.file_parts import PartReader
 from baton.worker.prefix_files.prefix_format import (
