@@ -1,4 +1,4 @@
-"""What an export of a cached prefix has written, and what an import has cached."""
+"""`ExportedPrefix` and `ImportedPrefix`: the results of an export and an import of a cached prefix."""
 
 from dataclasses import dataclass
 
