@@ -353,7 +353,9 @@ class AdminApi(Protocol):
     ) -> None:
         """Pass the longest cached prefix of a prompt to `write`: its description, then the bytes of its file.
 
-        prompt_json: JSON object as for POST /tokenize. Raises Refused (NOT_FOUND) if no block of it is cached.
+        prompt_json: JSON object as for POST /tokenize
+
+        Raises Refused (NOT_FOUND) if no block of it is cached.
         """
         ...
 

@@ -109,21 +109,24 @@ class GatewayService:
         self.workers = worker_sessions(rules, network, tokenizer, rng, awake_clock)
         self.validator = validator(rules, tokenizer, self.view, rng, grammar_check)
         self.prefixes = PrefixRelay(network, self.view, rules.model)
-        self._services = RequestServices(
-            schedulers=self.schedulers,
-            workers=self.workers,
-            view=self.view,
-            rules=retry_rules(rules),
-            metrics=metrics,
-            rng=rng,
-            tracing=tracing,
-            observer=observer,
-        )
+        self._services = self._request_services(rng, tracing)
         self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
         self._ignored_names = IgnoredFieldNames(lambda name: log.info("field_ignored", field=name))
         self._stack = AsyncExitStack()
         self._none_open = asyncio.Event()
         self.num_open = self._num_incoming = 0
+
+    def _request_services(self, rng: Random, tracing: Tracing) -> RequestServices:
+        return RequestServices(
+            schedulers=self.schedulers,
+            workers=self.workers,
+            view=self.view,
+            rules=retry_rules(self.rules),
+            metrics=self.metrics,
+            rng=rng,
+            tracing=tracing,
+            observer=self._observer,
+        )
 
     async def __aenter__(self) -> Self:
         self.view.on_change(self._cluster_changed)

@@ -109,7 +109,10 @@ class AdminClient:
     async def export_cache(
         self, tenant: str, prompt_json: str, write: Callable[[ExportedPrefix | bytes], Awaitable[None]]
     ) -> None:
-        """Pass the answer to `write`. Raises Refused if the export is refused, or ends before its last byte."""
+        """Pass the answer to `write`.
+
+        Raises Refused if the export is refused, or ends before its last byte.
+        """
         request = pb.ExportCacheRequest(tenant=tenant, prompt_json=prompt_json)
         call = self._stub.ExportCache(request, timeout=COPY_S, metadata=self._metadata)
         try:

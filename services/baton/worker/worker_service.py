@@ -89,14 +89,7 @@ class Worker:
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
-        self.kv = WorkerTiers(
-            parts,
-            self.engine,
-            tasks=self.tasks,
-            costs=lambda: self._costs.costs,
-            returned=self.engine_loop.returned,
-            on_stored=self._publish_kv_events,
-        )
+        self.kv = self._build_tiers()
         self.prefix_copies = PrefixCopies(
             engine=self.engine,
             tiers=parts.tiers,
@@ -122,6 +115,16 @@ class Worker:
         )
         self._lifecycle = self._build_lifecycle()
         self._reporter = self._build_reporter()
+
+    def _build_tiers(self) -> WorkerTiers:
+        return WorkerTiers(
+            self._parts,
+            self.engine,
+            tasks=self.tasks,
+            costs=lambda: self._costs.costs,
+            returned=self.engine_loop.returned,
+            on_stored=self._publish_kv_events,
+        )
 
     def _build_leg_parts(self) -> LegParts:
         parts = self._parts

@@ -1,4 +1,4 @@
-"""Workers that export and import prefixes over an in-process network: pools, memory and tiers, without models.
+"""Workers that export and import prefixes over an in-process network: pools, memory and tiers, no models.
 
 The content of a block is its hash repeated, so content under a wrong hash shows at once.
 """
@@ -34,7 +34,7 @@ SALT = b"salt of a tenant"
 
 
 class LaterRunner:
-    """A `CopyRunner` that copies after the call, and returns after that, so that a test can cancel between."""
+    """A `CopyRunner` that copies after the call, and returns later, so that a test can cancel between."""
 
     async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
         await asyncio.sleep(0)

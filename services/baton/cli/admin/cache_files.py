@@ -1,4 +1,4 @@
-"""Files of `baton cache export` and `import`: writes one so that it is whole or not there, and reads it in parts."""
+"""Files of `baton cache export` and `import`: one is written as a whole or not at all, and read in parts."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from baton.core.messages.prefix_messages import PART_BYTES
 def prompt_body(model: str | None, prompt: str | None, prompt_file: Path | None, messages_file: Path | None) -> str:
     """Return the JSON that names the prompt to export. Raises BatonError if a file cannot be read or used.
 
-    A file of messages has a list of them, or the body of a chat request, of which `messages` and `tools` count.
+    A file of messages has a list of them, or the body of a chat request, of which `messages` and `tools`
+    count.
     """
     body: dict[str, object] = {} if model is None else {"model": model}
     if messages_file is not None:

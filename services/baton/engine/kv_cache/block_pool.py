@@ -67,7 +67,7 @@ class BlockPool(PoolContents):
         those that are being copied out."""
         return len(self._eviction_queue) - self.num_idle(self._copies.copying)
 
-    def num_allocatable_beside(self, block_ids: Iterable[int]) -> int:
+    def num_allocatable_without(self, block_ids: Iterable[int]) -> int:
         """Return `num_allocatable` without these blocks."""
         return len(self._eviction_queue) - self.num_idle({*self._copies.copying, *block_ids})
 

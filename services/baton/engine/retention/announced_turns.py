@@ -1,4 +1,4 @@
-"""What a tenant's announced turns may take of the device: the budget of `next_in_s`."""
+"""The budget of `next_in_s`: blocks of the device that the announced turns of a tenant may take."""
 
 from collections.abc import Callable, Hashable
 

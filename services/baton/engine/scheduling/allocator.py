@@ -243,7 +243,7 @@ class BlockAllocator:
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
         spare = spare * pool.windows.num_tables + num_set_aside
         spare += num_reserved_blocks(self._sequences.running.values(), pool, chunk_tokens, grant)
-        is_free = len(grant.new_entries) + spare <= pool.num_allocatable_beside(grant.cached)
+        is_free = len(grant.new_entries) + spare <= pool.num_allocatable_without(grant.cached)
         return grant if is_free else None
 
     def _give_blocks(self, seq: EngineSequence, num_set_aside: int) -> bool:

@@ -44,7 +44,10 @@ class PrefixRelay:
     async def export_file(
         self, token_ids: TokenIds, tenant_salt: bytes, write: Callable[[ExportedPrefix | bytes], Awaitable[None]]
     ) -> None:
-        """Pass the longest cached prefix of a prompt to `write`. Raises Refused, see `AdminApi.export_cache`."""
+        """Pass the longest cached prefix of a prompt to `write`.
+
+        Raises Refused, see `AdminApi.export_cache`.
+        """
         layout = self._layout()
         hashes = (await prompt_hashes(token_ids, tenant_salt, layout))[:MAX_PREFIX_BLOCKS]
         asked = ExportPrefix(hashes=hashes, tenant_root=_tenant_root(layout, tenant_salt))

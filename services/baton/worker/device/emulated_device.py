@@ -42,6 +42,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     num_blocks = num_blocks_for_worker(config, layout, model.max_model_len, free)
     num_slots = num_slots_for_worker(config, layout, num_blocks, free)
     kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
+    tier = open_host_tier(worker, registered, kv=kv)
     disk = open_disk_tier(config, worker, layout, host_copies(kv))
     constraints = TokenConstraints(
         vocab_size=model.vocab_size,
@@ -65,8 +66,8 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
         pool=pool,
         backend=registered.backend,
         constraints=constraints,
-        summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks, num_slots, disk)}",
-        tier=open_host_tier(worker, registered, kv=kv),
+        summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks, tier, disk)}",
+        tier=tier,
         disk=disk,
         blocks=StagedBlocks(layout.block_bytes, host_copies(kv), CopyThread()),
         close_memory=registered.close,

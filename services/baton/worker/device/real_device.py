@@ -104,8 +104,7 @@ def _open_in_compute_thread(
     if draft is not None:
         draft.backend.after_warmup()
     reason = f" ({gpu.path.reason})" if gpu.path.reason else ""
-    num_slots = 0 if tier is None else tier.slots.num_slots
-    kv_text = f"{kv_summary(config, layout, num_blocks, num_slots, disk)}{registered.note}{reason}"
+    kv_text = f"{kv_summary(config, layout, num_blocks, tier, disk)}{registered.note}{reason}"
     draft_text = "" if draft_device is None else f", {draft_device.summary}"
     return Device(
         executor=executor,

@@ -141,7 +141,7 @@ def num_blocks_per_draft_block(layout: KvLayout) -> int:
 
 
 def kv_summary(
-    config: WorkerConfig, layout: KvLayout, num_blocks: int, num_slots: int = 0, disk: DiskTier | None = None
+    config: WorkerConfig, layout: KvLayout, num_blocks: int, tier: HostTier | None, disk: DiskTier | None
 ) -> str:
     """Describe the KV memory, with the slots of the host tier and those of the disk tier, for the one-line
     device summary."""
@@ -149,9 +149,11 @@ def kv_summary(
     blocks = f"{num_blocks} blocks of {layout.block_size_tokens} tokens"
     if len(layout.tables) > 1:
         blocks += f" for {windows_text(layout.tables)}"
-    tier = f", {num_slots * layout.block_bytes / MIB:.0f} MiB of host KV" if num_slots else ""
+    slower = ""
+    if tier is not None:
+        slower = f", {tier.slots.num_slots * layout.block_bytes / MIB:.0f} MiB of host KV"
     if disk is not None:
-        tier += (
+        slower += (
             f", {disk.slots.num_slots * layout.block_bytes / MIB:.0f} MiB of disk KV ({disk.num_restored} blocks kept)"
         )
-    return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB){tier}, {config.transfer}"
+    return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB){slower}, {config.transfer}"

@@ -67,7 +67,7 @@ class PrefixCopies:
     async def _serve(self, stream: Stream) -> None:
         if self._blocks is None:
             message = "this worker's device cannot copy KV blocks as bytes; use another --device"
-            raise Refused(Failure(code=Code.UNPROCESSABLE, reason=Reason.INVALID_REQUEST, message=message))
+            raise Refused(Failure(code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=message))
         match await next_message(stream):
             case ExportPrefix() as asked:
                 await self._export(stream, asked, self._blocks)

@@ -16,7 +16,10 @@ from baton.worker.tiers.slower_tiers import SlowerTiers
 
 
 class PrefixExport:
-    """One export. What the device holds is pinned until its end; other blocks are reloaded, a few at a time."""
+    """One export.
+
+    What the device holds is pinned until its end. Other blocks are reloaded, a few at a time.
+    """
 
     def __init__(
         self, asked: ExportPrefix, *, pool: BlockPool, tiers: SlowerTiers, blocks: StagedBlocks, layout: KvLayout
@@ -103,4 +106,4 @@ class PrefixExport:
 
 def _evicted() -> Refused:
     message = "the prefix was evicted in part before it was read; run the export again"
-    return Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.NO_FREE_BLOCKS, message=message, retriable=True))
+    return Refused(Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.NO_FREE_BLOCKS, message=message, retriable=True))

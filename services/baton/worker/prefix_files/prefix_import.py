@@ -31,8 +31,8 @@ class PrefixImport:
     async def receive(self, parts: PartReader) -> ImportedBlocks:
         """Read a file, or its leading blocks if not all fit, and cache their content.
 
-        Raises Refused if the file does not fit this worker or tenant, is damaged or cut off, or if no block is
-        free. Then nothing was imported.
+        Raises Refused if the file does not fit this worker or tenant, is damaged or cut off, or if no block
+        is free. Then nothing was imported.
         """
         fixed = await parts.take(FIXED_BYTES, "its header")
         rest = await parts.take(rest_bytes(fixed), "its header")

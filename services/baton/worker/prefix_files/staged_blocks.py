@@ -46,9 +46,11 @@ class StagedBlocks:
     async def write(
         self, block_ids: Sequence[int | None], hashes: Sequence[BlockHash], records: Sequence[bytes]
     ) -> int:
-        """Verify records, and copy them to device blocks; None: nowhere. Returns how many leading ones are good.
+        """Verify records, and copy them to device blocks. Returns how many leading ones are good.
 
-        Nothing is copied if one is not good. The blocks must be receiving until this ends. Otherwise as `read`.
+        Nothing is copied if one is not good. The blocks must be receiving until this ends. Otherwise as
+        `read`.
+        block_ids: where each record is copied to; None: nowhere
         """
         num_good: list[int] = []
         copy = partial(self._write, block_ids, hashes, records, num_good)

@@ -258,4 +258,4 @@ class Reloads:
         pool = self._pool
         spare = self._engine.running_seqs * pool.windows.num_tables + self._engine.num_reserved_blocks
         own = (found for each in plan.needed if (found := pool.find(each)) is not None)
-        return pool.num_allocatable_beside(own) - spare
+        return pool.num_allocatable_without(own) - spare
