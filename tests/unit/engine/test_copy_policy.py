@@ -70,7 +70,12 @@ def test_copies_take_at_most_their_share_of_the_time_while_steps_run() -> None:
     [(1000, 64 * 1024, 16), (1000, 4 * MIB, 1), (8, 64 * 1024, 2), (3, 64 * 1024, 0), (0, 1, 0)],
 )
 def test_a_copy_is_small_and_leaves_blocks_to_sequences(num_allocatable: int, block_bytes: int, most: int) -> None:
-    assert policy.max_copied_blocks(num_allocatable, block_bytes) == most
+    assert policy.max_copied_blocks(num_allocatable, block_bytes, None) == most
+
+
+@pytest.mark.parametrize(("block_s", "most"), [(1e-6, 16), (policy.MAX_COPY_S / 4.5, 4), (1.0, 1), (0.0, 16)])
+def test_a_copy_for_which_reloads_wait_is_short(block_s: float, most: int) -> None:
+    assert policy.max_copied_blocks(1000, 65536, block_s) == most
 
 
 def test_speed_is_averaged_over_bytes() -> None:

@@ -14,6 +14,8 @@ MAX_STEP_DELAY = 0.02
 """Largest share by which copies out may delay steps."""
 COPY_BYTES = 2**20
 """Bytes of one copy out: the longest that a step may have to share the memory with one."""
+MAX_COPY_S = 0.002
+"""Time of one copy to the host tier: the longest that a reload waits for one."""
 MAX_COPYING_SHARE = 0.25
 """Share of the allocatable blocks that may be in a copy out. The others stay available to sequences."""
 RELOAD_GAIN = 1.25
@@ -48,9 +50,15 @@ def is_worth_copying(*, is_reused: bool, compute_s: float | None, reload_s: floa
     return compute_s is not None and reload_s is not None and compute_s >= WORTH_RATIO * reload_s
 
 
-def max_copied_blocks(num_allocatable: int, block_bytes: int) -> int:
-    """Return how many blocks one copy out may have."""
-    return min(max(1, COPY_BYTES // block_bytes), int(MAX_COPYING_SHARE * num_allocatable))
+def max_copied_blocks(num_allocatable: int, block_bytes: int, block_s: float | None) -> int:
+    """Return how many blocks one copy out may have.
+
+    block_s: time to copy one, if reloads wait for copies; None if they do not, or if it is unknown
+    """
+    most = max(1, COPY_BYTES // block_bytes)
+    if block_s:
+        most = min(most, max(1, int(MAX_COPY_S / block_s)))
+    return min(most, int(MAX_COPYING_SHARE * num_allocatable))
 
 
 def pause_after_s(copy_s: float, *, is_busy: bool) -> float:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_events import Tier
 from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.tiers.copy_policy import block_compute_s, is_worth_copying, max_copied_blocks, pause_after_s
@@ -100,7 +101,8 @@ class CopyOut:
     def next_batch(self) -> list[BlockToStore]:
         """Take the blocks that are copied next, and keep them from being reallocated."""
         batch: list[BlockToStore] = []
-        most = max_copied_blocks(self._pool.num_allocatable, self._block_bytes)
+        block_s = self._tier.store_s(1) if self._tier.tier is Tier.HOST else None
+        most = max_copied_blocks(self._pool.num_allocatable, self._block_bytes, block_s)
         only = self._to_copy()
         waiting = (self._reused, self._others) if only is None else ()
         for queue in (self._demoted, self._announced, *waiting):
