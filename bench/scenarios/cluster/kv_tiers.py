@@ -8,8 +8,9 @@ are real; devices, links, copies and disks take virtual time. The true costs of 
 model that policies predict with, and each step deviates at random by as much. The working set is `--ratio`
 times the memory of all devices.
 
-none: no slower tier. host: a host tier of the size of the device. host_blind: the same, placed without
-  knowledge of slower tiers. host_disk: a host tier of half that size, and a disk tier of twice that size.
+none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to that
+  of GPUs in servers. host_blind: the same, placed without knowledge of slower tiers. host_disk: a host tier of
+  the size of the device, and a disk tier of four times that size.
 sessions: conversations whose turns follow each other. trace: a conversation trace in Mooncake's format, with
   lengths divided by 32. no_reuse: prompts that share nothing. documents: one question each about a long
   document that another prompt had before.
@@ -43,6 +44,8 @@ SESSIONS_RPS, PROMPTS_RPS = 1.4, 6.0
 DOCUMENT_TOKENS, QUESTION_TOKENS, OUTPUT_TOKENS = 800, 32, 8
 LOADS = ("sessions", "trace", "no_reuse", "documents")
 CELLS = ("none", "host", "host_blind", "host_disk")
+LARGE_TIER = 4
+"""Size of the host tier, or of the disk tier below a smaller host tier, over the device's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +127,17 @@ def tiers_of(cell: str, device_blocks: int) -> SimTiers:
     """Return the tiers of a cell."""
     tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0)
     if cell == "host_disk":
-        return replace(tiers, host_blocks=device_blocks // 2, disk_blocks=2 * device_blocks)
+        return replace(tiers, host_blocks=device_blocks, disk_blocks=LARGE_TIER * device_blocks)
     if cell == "none":
         return tiers
     policy = "bench.scenarios.cluster.kv_tiers:place_tier_blind" if cell == "host_blind" else tiers.policy
-    return replace(tiers, host_blocks=device_blocks, policy=policy)
+    return replace(tiers, host_blocks=LARGE_TIER * device_blocks, policy=policy)
 
 
 def row(plan: Plan, played: Sequence[Played], ratios: Sequence[float], seconds: float) -> dict[str, float | int]:
     """Return the figures of the requests after the first third, which fills the tiers."""
     counted = [each for each, at_s in zip(played, planned_times_s(plan), strict=True) if at_s >= seconds / 3]
-    ttfts_s = sorted(each.ttft_s for each in counted)
+    ttfts_s = sorted(float(each.ttft_s) for each in counted)
     quantiles = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [float("nan")] * 9
     return {
         "requests": len(counted),
@@ -143,9 +146,9 @@ def row(plan: Plan, played: Sequence[Played], ratios: Sequence[float], seconds: 
         "median_ttft_ms": round(1e3 * statistics.median(ttfts_s), 2),
         "p90_ttft_ms": round(1e3 * ttfts_s[int(0.9 * len(ttfts_s))], 2),
         "reloads": len(ratios),
-        "reload_ratio_p10": round(quantiles[0], 3),
-        "reload_ratio_p50": round(quantiles[4], 3),
-        "reload_ratio_p90": round(quantiles[8], 3),
+        "reload_ratio_p10": round(float(quantiles[0]), 3),
+        "reload_ratio_p50": round(float(quantiles[4]), 3),
+        "reload_ratio_p90": round(float(quantiles[8]), 3),
     }
 
 
