@@ -32,6 +32,7 @@ class ResolvedRequest:
     max_tokens: int = 16
     ignore_eos: bool = True
     priority: int = 0
+    session: str = ""
     slo: SloTarget = field(default_factory=SloTarget)
 
 

@@ -22,7 +22,7 @@ class Dialect:
     - `token_ids`: responses contain token ids
     - `ignore_eos`: the server can be told to ignore EOS, so that responses have the planned length
     - `timeline`: the server reports how long each stage took
-    - `slo`, `priority`: the body may have these fields
+    - `slo`, `priority`, `session`: the body may have these fields
     - `timeout_header`: header for the client's deadline in milliseconds, or empty
     """
 
@@ -33,6 +33,7 @@ class Dialect:
     timeline: bool = False
     slo: bool = False
     priority: bool = False
+    session: bool = False
     timeout_header: str = ""
 
 
@@ -46,6 +47,7 @@ DIALECTS: Mapping[str, Dialect] = {
             timeline=True,
             slo=True,
             priority=True,
+            session=True,
             timeout_header="x-baton-timeout-ms",
         ),
         Dialect(name="vllm", token_ids=True, ignore_eos=True),
@@ -101,6 +103,8 @@ class BodyMaker:
             own["ignore_eos"] = True
         if request.priority and dialect.priority:
             own["priority"] = request.priority
+        if request.session and dialect.session:
+            own["session"] = request.session
         if dialect.slo and (request.slo.ttft_s or request.slo.tpot_s):
             own["slo"] = {
                 name: seconds * 1e3

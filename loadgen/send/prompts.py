@@ -133,5 +133,6 @@ def _without_prompt(plan: Plan, request: PlannedRequest) -> ResolvedRequest:
         max_tokens=request.output_tokens,
         ignore_eos=plan.ignore_eos,
         priority=request.priority,
+        session=request.session,
         slo=plan.slos.get(request.slo_class, SloTarget()),
     )

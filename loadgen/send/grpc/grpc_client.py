@@ -106,6 +106,8 @@ class GrpcClient:
             message.ignore_eos = True
         if request.priority:
             message.priority = request.priority
+        if request.session:
+            message.session = request.session
         if request.slo.ttft_s is not None:
             message.slo.ttft_ms = request.slo.ttft_s * 1e3
         if request.slo.tpot_s is not None:

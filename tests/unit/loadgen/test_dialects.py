@@ -12,7 +12,9 @@ from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.loadgen_simulated_servers import plan_at
 
-ASK = ResolvedRequest(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=SloTarget(ttft_s=0.5))
+ASK = ResolvedRequest(
+    index=0, token_ids=(5, 6), max_tokens=9, priority=2, session="s1", slo=SloTarget(ttft_s=0.5)
+)
 OPENAI = {"model": "m", "max_tokens": 9, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -24,8 +26,8 @@ def test_bodies_have_only_supported_fields() -> None:
     assert body("openai") == {**OPENAI, "prompt": [5, 6]}
     assert body("vllm") == {**OPENAI, "prompt": [5, 6], "ignore_eos": True, "return_token_ids": True}
     assert body("sglang") == {**OPENAI, "prompt": [5, 6], "ignore_eos": True}
-    ours = {"ignore_eos": True, "return_token_ids": True, "timeline": True, "priority": 2, "slo": {"ttft_ms": 500.0}}
-    assert body("baton") == {**OPENAI, "prompt": [5, 6], **ours}
+    ours = {"ignore_eos": True, "return_token_ids": True, "timeline": True, "priority": 2, "session": "s1"}
+    assert body("baton") == {**OPENAI, "prompt": [5, 6], **ours, "slo": {"ttft_ms": 500.0}}
 
 
 def test_text_and_chat_bodies_have_their_prompt_field() -> None:
