@@ -86,6 +86,10 @@ def test_blocks_in_a_slower_tier_are_demoted() -> None:
     assert explained(decision) == MissingPrefix(
         num_blocks=20, reason=MissingReason.DEMOTED, worker_id="w2", known_blocks=12
     )
+    of_chosen = decided(asked(), {"w0": held(12, on_device=3)}, prefill_overlap_blocks=3)
+    assert explained(of_chosen) == MissingPrefix(
+        num_blocks=17, reason=MissingReason.DEMOTED, worker_id="w0", known_blocks=9
+    )
 
 
 def test_evicted_blocks_name_the_worker_and_the_time() -> None:

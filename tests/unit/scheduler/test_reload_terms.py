@@ -67,6 +67,7 @@ def test_a_reload_never_costs_more_than_computing() -> None:
     slow = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=NUM_BLOCKS))
     computed = chosen(seen(measured("p", "prefill"), busy()))
     assert predicted(slow).ttft_s == pytest.approx(predicted(computed).ttft_s)
+    assert slow.prefill_overlap_blocks == 0, "what is computed again is not reused"
 
 
 @pytest.mark.parametrize("bytes_per_s", [0.0, float("nan"), -1.0])
@@ -103,6 +104,7 @@ def test_what_a_slow_disk_holds_is_computed_and_the_rest_reloaded() -> None:
     slow = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS), p=(48, 16)))
     without = chosen(with_reloads(seen(p, busy(), p=NUM_BLOCKS - 16), p=32))
     assert predicted(slow).ttft_s == pytest.approx(predicted(without).ttft_s)
+    assert slow.prefill_overlap_blocks == without.prefill_overlap_blocks == NUM_BLOCKS - 16
 
 
 def test_blocks_on_the_disk_of_another_worker_are_not_pulled() -> None:

@@ -26,7 +26,8 @@ class MissingReason(Enum):
     """The reason why a part of a prompt is computed although it might have been cached.
 
     HELD_ELSEWHERE: another worker holds it, but computing is predicted to be faster than pulling it.
-    DEMOTED: the same, and that worker holds it in a slower tier than device memory.
+    DEMOTED: a worker, perhaps the chosen one, holds it in a slower tier than device memory, but computing is
+        predicted to be faster than reloading or pulling it.
     EVICTED: the last worker that is known to have had it has evicted it.
     OTHER_TENANT, OTHER_MODEL, OTHER_SALT: equal first tokens are known for another tenant, model or cache
         salt, whose KV is never shared.

@@ -33,12 +33,13 @@ from baton.scheduler.prediction.predict import (
     first_token,
     idle_tpot_s,
     prompt_of,
+    share_computed_again,
     time_to_fit_s,
     tpot_now_s,
     tpot_s,
     tpot_target_s,
 )
-from baton.scheduler.state.worker_data import NO_COSTS, Floats, Mask
+from baton.scheduler.state.worker_data import NO_COSTS, Floats, Mask, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable, worker_table_of
 
 
@@ -256,33 +257,58 @@ class LocalPrefill:
 
 
 def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
-    """Predict the local prefill from the prefix that the decode worker holds itself.
-
-    Blocks that a decode worker is only expected to hold come from the worker that computes them, so they
-    cannot shorten a local prefill.
-    """
+    """Predict the local prefill from the prefix that the decode worker holds itself."""
     prompt, row = inputs.prompt, inputs.workers.row(decode)
-    size, disk_blocks = row.reported.block_size_tokens, prompt.disk_blocks.item(decode)
-    if row.reported.can_prefill:
-        cached_tokens = prompt.overlap_tokens.item(decode)
-    else:
-        cached_tokens = (prompt.pullable_blocks.get(decode, 0) + disk_blocks) * size
+    cached_tokens = _local_blocks(inputs, decode) * row.reported.block_size_tokens
     first = first_token(row, inputs.query, cached_tokens)
     prefill_s = first.prefill_s(row, prompt.num_tokens, cached_tokens)
-    reloaded_blocks = prompt.reloaded_blocks.item(decode)
-    block_bytes, num_tokens = prompt.block_bytes.item(decode), prompt.num_tokens
-    reload = ReloadTerms(
-        host_bytes=(reloaded_blocks - disk_blocks) * block_bytes,
-        disk_bytes=disk_blocks * block_bytes,
-        saved_s=first.prefill_s(row, num_tokens, cached_tokens - reloaded_blocks * size) - prefill_s,
-        disk_saved_s=first.prefill_s(row, num_tokens, cached_tokens - disk_blocks * size) - prefill_s,
-    )
+    reload = _reload_of(prompt, decode, row, first, cached_tokens)
     return LocalPrefill(
         first=first,
         cached_tokens=cached_tokens,
         prefill_s=prefill_s,
         reload_s=exposed_reload_s(row, reload, first.queue_s),
     )
+
+
+def _reload_of(
+    prompt: Prompt, i: int, row: WorkerRow, first: FirstTokenTerms[float], cached_tokens: float
+) -> ReloadTerms[float]:
+    """Return what worker `i` reloads of the `cached_tokens` that it has in any tier."""
+    reloaded_blocks, disk_blocks = prompt.reloaded_blocks.item(i), prompt.disk_blocks.item(i)
+    size, block_bytes = row.reported.block_size_tokens, prompt.block_bytes.item(i)
+    prefill_s = first.prefill_s(row, prompt.num_tokens, cached_tokens)
+    return ReloadTerms(
+        host_bytes=(reloaded_blocks - disk_blocks) * block_bytes,
+        disk_bytes=disk_blocks * block_bytes,
+        saved_s=first.prefill_s(row, prompt.num_tokens, cached_tokens - reloaded_blocks * size) - prefill_s,
+        disk_saved_s=first.prefill_s(row, prompt.num_tokens, cached_tokens - disk_blocks * size) - prefill_s,
+    )
+
+
+def _blocks_computed_again(inputs: PlacementInputs, i: int, cached_tokens: float) -> float:
+    """Return how many of the blocks that worker `i` has in slower tiers it computes, because that is faster."""
+    prompt = inputs.prompt
+    if not prompt.reloaded_blocks.item(i):
+        return 0.0
+    row = inputs.workers.row(i)
+    first = first_token(row, inputs.query, cached_tokens)
+    reload = _reload_of(prompt, i, row, first, cached_tokens)
+    of_host, of_disk = share_computed_again(row, reload, first.queue_s)
+    disk_blocks = prompt.disk_blocks.item(i)
+    return of_host * (prompt.reloaded_blocks.item(i) - disk_blocks) + of_disk * disk_blocks
+
+
+def _local_blocks(inputs: PlacementInputs, decode: int) -> float:
+    """Return the leading blocks with which the decode worker can begin a local prefill.
+
+    Blocks that a decode worker is only expected to hold come from the worker that computes them, so they
+    cannot shorten one.
+    """
+    prompt = inputs.prompt
+    if inputs.workers.reported.can_prefill[decode]:
+        return prompt.overlap_blocks.item(decode)
+    return prompt.pullable_blocks.get(decode, 0) + prompt.disk_blocks.item(decode)
 
 
 def can_spare_steps(inputs: PlacementInputs, decode: int) -> bool:
@@ -326,6 +352,8 @@ def _choice(
     prefix_source = None
     if source != NO_SOURCE:
         prefix_source = PrefixSource(worker=w.views[source].worker, num_blocks=int(prompt.pullable_blocks[source]))
+    own_blocks = _own_blocks(inputs, best, is_local=best == decode)
+    decode_blocks = 0 if decode is None else int(prompt.overlap_blocks[decode])
     least_queued = _least_queued(w, terms, best, decode)
     holders = {*terms.holders} if decode is None else {*terms.holders, decode}
     considered = {best, least_queued, _most_cached(prompt, terms, decode), *holders}
@@ -339,8 +367,8 @@ def _choice(
         ),
         predicted=_prediction(w, prompt, terms, best, least_queued, decode),
         prefix_source=prefix_source,
-        prefill_overlap_blocks=int(prompt.overlap_blocks[best]),
-        decode_overlap_blocks=0 if decode is None else _decode_overlap(w, prompt, decode, prefills=best == decode),
+        prefill_overlap_blocks=own_blocks,
+        decode_overlap_blocks=own_blocks if best == decode else decode_blocks,
         # The costs of unmeasured workers are estimated from all others.
         basis=tuple(w.views[i].worker_id for i in sorted(considered)) if w.all_measured else None,
         holders=tuple(w.views[i].worker_id for i in sorted(holders)),
@@ -395,8 +423,11 @@ def _most_cached(prompt: Prompt, terms: PrefillTerms, decode: int | None) -> int
     return int(np.where(candidates, prompt.overlap_tokens, -inf).argmax())
 
 
-def _decode_overlap(w: WorkerTable, prompt: Prompt, decode: int, *, prefills: bool) -> int:
-    """Return the blocks that the decode worker need not read or compute (see `local_prefill`)."""
-    if prefills and not w.reported.can_prefill[decode]:
-        return int(prompt.pullable_blocks.get(decode, 0))
-    return int(prompt.overlap_blocks[decode])
+def _own_blocks(inputs: PlacementInputs, computing: int, *, is_local: bool) -> int:
+    """Return the blocks that the worker which computes the prompt has and does not compute again.
+
+    is_local: it is the decode worker
+    """
+    prompt, size = inputs.prompt, inputs.workers.reported.block_size_tokens.item(computing)
+    blocks = _local_blocks(inputs, computing) if is_local else prompt.overlap_blocks.item(computing)
+    return int(blocks - _blocks_computed_again(inputs, computing, blocks * size))

@@ -159,6 +159,23 @@ def exposed_reload_s(w: WorkerData[N], reload: ReloadTerms[N], queue_s: N) -> N:
     slower than computing the same tokens, the worker computes them. If only the disk is slower, it computes
     what is on the disk.
     """
+    all_s, without_disk_s, compute_s = _reload_options_s(w, reload, queue_s)
+    return minimum(minimum(all_s, without_disk_s), compute_s)
+
+
+def share_computed_again(w: WorkerData[float], reload: ReloadTerms[float], queue_s: float) -> tuple[float, float]:
+    """Return the shares of the blocks in host memory and on the disk that the worker computes, 0 or 1 each.
+
+    The other ones are reloaded (`exposed_reload_s`).
+    """
+    all_s, without_disk_s, compute_s = _reload_options_s(w, reload, queue_s)
+    if all_s <= min(without_disk_s, compute_s):
+        return 0.0, 0.0
+    return (0.0, 1.0) if without_disk_s <= compute_s else (1.0, 1.0)
+
+
+def _reload_options_s(w: WorkerData[N], reload: ReloadTerms[N], queue_s: N) -> tuple[N, N, N]:
+    """Predict the wait if all is reloaded, if what is on the disk is computed, and if all is computed."""
     reported = w.reported
     host_s = reported.host_reload_queued_s + reload.host_bytes * reported.host_reload_s_per_byte
     host_s = where(reload.host_bytes <= 0, 0.0, host_s)
@@ -166,7 +183,7 @@ def exposed_reload_s(w: WorkerData[N], reload: ReloadTerms[N], queue_s: N) -> N:
     disk_s = where(reload.disk_bytes <= 0, 0.0, disk_s)
     all_s = maximum(maximum(host_s, disk_s) - queue_s, 0.0)
     without_disk_s = maximum(host_s - queue_s, 0.0) + maximum(reload.disk_saved_s, 0.0)
-    return minimum(minimum(all_s, without_disk_s), maximum(reload.saved_s, 0.0))
+    return all_s, without_disk_s, maximum(reload.saved_s, 0.0)
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:
