@@ -1,5 +1,6 @@
 """`baton explain` as text: each attempt with its placement or refusal, candidates and actual values."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,7 +115,11 @@ def test_placement_with_one_worker_describes_its_role() -> None:
 
 def test_pulled_prefix_shows_blocks_and_source_worker() -> None:
     source = PrefixSource(worker=worker_ref("w7"), num_blocks=3)
-    assert "prefix of 3 blocks from w7" in shown(decision_record(placement=placement(prefix_source=source)))
+    assert "prefix of 3 blocks from w7\n" in shown(decision_record(placement=placement(prefix_source=source)))
+    of_host = placement(prefill=None, prefix_source=replace(source, num_host_blocks=2))
+    assert "without KV transfer, prefix of 3 blocks from w7 (2 of them in host memory)" in shown(
+        decision_record(placement=of_host)
+    )
 
 
 def test_candidates_show_their_terms_and_chosen_ones_are_marked() -> None:

@@ -12,9 +12,7 @@ from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 from tests.loadgen_simulated_servers import plan_at
 
-ASK = ResolvedRequest(
-    index=0, token_ids=(5, 6), max_tokens=9, priority=2, session="s1", slo=SloTarget(ttft_s=0.5)
-)
+ASK = ResolvedRequest(index=0, token_ids=(5, 6), max_tokens=9, priority=2, session="s1", slo=SloTarget(ttft_s=0.5))
 OPENAI = {"model": "m", "max_tokens": 9, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 

@@ -108,7 +108,8 @@ def test_what_a_slow_disk_holds_is_computed_and_the_rest_reloaded() -> None:
 
 
 def test_blocks_on_the_disk_of_another_worker_are_not_pulled() -> None:
-    p, q = measured("p", "prefill", **queued(4096)), measured("q", "prefill", tiers=tier(1e9, 1e9))
-    cluster = seen(measured("a", "prefill"), p, q, busy(), q=NUM_BLOCKS)
+    q = measured("q", "prefill", tiers=tier(1e9, 1e9), **queued(65536))
+    cluster = seen(measured("a", "prefill"), q, busy(), q=NUM_BLOCKS)
     source = chosen(with_reloads(cluster, q=(48, 32))).prefix_source
-    assert source is None or source.num_blocks == NUM_BLOCKS - 32
+    assert source is not None
+    assert (source.num_blocks, source.num_host_blocks) == (NUM_BLOCKS - 32, 16)

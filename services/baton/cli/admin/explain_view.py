@@ -87,14 +87,21 @@ def _result(record: DecisionRecord) -> str:
     if prefill is None and decode is None:
         return "not placed"
     if decode is None and prefill is not None:
-        return f"prefill {prefill.worker_id}, without decode because one token is requested"
+        return f"prefill {prefill.worker_id}, without decode because one token is requested{_pulled(placement)}"
     if prefill is None and decode is not None:
-        return f"prefill and decode {decode.worker_id}, without KV transfer"
+        return f"prefill and decode {decode.worker_id}, without KV transfer{_pulled(placement)}"
     assert prefill is not None
     assert decode is not None
+    return f"prefill {prefill.worker_id}, decode {decode.worker_id}{_pulled(placement)}"
+
+
+def _pulled(placement: Placement) -> str:
+    """Say from where a prefix is pulled, if it is."""
     source = placement.prefix_source
-    pulled = f", prefix of {source.num_blocks} blocks from {source.worker.worker_id}" if source is not None else ""
-    return f"prefill {prefill.worker_id}, decode {decode.worker_id}{pulled}"
+    if source is None:
+        return ""
+    in_host = f" ({source.num_host_blocks} of them in host memory)" if source.num_host_blocks else ""
+    return f", prefix of {source.num_blocks} blocks from {source.worker.worker_id}{in_host}"
 
 
 def _rejection(rejection: Rejection) -> str:

@@ -45,10 +45,15 @@ class SessionHelloReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A worker that holds the first `num_blocks` blocks of the prompt, so that they can be pulled from it."""
+    """A worker that holds the first `num_blocks` blocks of the prompt, so that they can be pulled from it.
+
+    num_host_blocks: those of them that it was known to hold in its host tier only; the others are in device
+        memory
+    """
 
     worker: WorkerRef
     num_blocks: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -351,7 +351,11 @@ def _choice(
     source = terms.source.item(best)
     prefix_source = None
     if source != NO_SOURCE:
-        prefix_source = PrefixSource(worker=w.views[source].worker, num_blocks=int(prompt.pullable_blocks[source]))
+        prefix_source = PrefixSource(
+            worker=w.views[source].worker,
+            num_blocks=int(prompt.pullable_blocks[source]),
+            num_host_blocks=int(prompt.reloaded_blocks[source] - prompt.disk_blocks[source]),
+        )
     own_blocks = _own_blocks(inputs, best, is_local=best == decode)
     decode_blocks = 0 if decode is None else int(prompt.overlap_blocks[decode])
     least_queued = _least_queued(w, terms, best, decode)
