@@ -10,7 +10,7 @@ import pytest
 from baton.core.kv.block_hash import NO_HASH
 from baton.core.kv.kv_events import KvEventKind
 from baton.engine.tiers.kv_tier import BlockToStore
-from tests.contract.kv_tiers import NUM_SLOTS, TIERS, Device
+from tests.contract.kv_tiers import NUM_SLOTS, TIERS, Device, MemoryTier
 
 A, B, C, D = (bytes([n]) * 16 for n in range(1, 5))
 T, U = b"tenant-t" * 2, b"tenant-u" * 2
@@ -177,7 +177,7 @@ async def test_erased_content_of_a_tenant_is_gone_and_that_of_others_stays(devic
 async def test_stores_report_the_time_that_steps_may_lose(device: Device) -> None:
     before_s = device.tier.stores_busy_s
     await stored(device, A)
-    assert device.tier.stores_busy_s >= before_s >= 0
+    assert device.tier.stores_busy_s > before_s or isinstance(device.tier, MemoryTier)
 
 
 @on_every_tier

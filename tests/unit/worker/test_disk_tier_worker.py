@@ -172,6 +172,24 @@ async def test_erased_content_is_gone_on_all_tiers_and_after_a_restart() -> None
 
 
 @virtual
+async def test_many_blocks_are_discarded_by_few_tasks() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, num_blocks=128)
+        await host.answer(0)
+        await asyncio.sleep(1)
+        hashes = list(disk_of(host.node).slots.all_hashes())
+        assert len(hashes) >= NUM_BLOCKS
+        before = len(asyncio.all_tasks())
+        for block_hash in hashes:
+            disk_of(host.node).discard(block_hash)
+        assert len(asyncio.all_tasks()) <= before + 1
+        await asyncio.sleep(1)
+        again = await restarted(simulated)
+        assert await again.answer(0) == {}
+        await simulated.until_clean()
+
+
+@virtual
 async def test_the_disk_keeps_no_owners_of_its_content() -> None:
     """Its slots are many, and each request without a session is an owner."""
     async with cluster() as simulated:

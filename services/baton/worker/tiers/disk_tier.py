@@ -109,6 +109,8 @@ class DiskTier:
         self._store_turn = asyncio.Lock()
         self._store_after_s = 0.0
         self._calls = RunningCalls()
+        self._to_drop: dict[int, int] = {}  # sequence numbers by slot
+        self._is_dropping = False
 
     @property
     def stores_busy_s(self) -> float:
@@ -254,8 +256,19 @@ class DiskTier:
 
     def _drop(self, slots: Iterable[int], sequences: Mapping[int, int] | None = None) -> None:
         dropped = {slot: self._store.sequence(slot) if sequences is None else sequences[slot] for slot in slots}
-        if dropped:
-            self._calls.start(self._disk_runner.write(partial(self._store.drop, dropped), 0))
+        self._to_drop |= dropped
+        if dropped and not self._is_dropping:
+            self._is_dropping = True
+            self._calls.start(self._drop_waiting())
+
+    async def _drop_waiting(self) -> None:
+        """Drop what waits for it, all at once, until nothing does."""
+        try:
+            while self._to_drop:
+                dropped, self._to_drop = self._to_drop, {}
+                await self._disk_runner.write(partial(self._store.drop, dropped), 0)
+        finally:
+            self._is_dropping = False
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
