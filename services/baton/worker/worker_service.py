@@ -271,7 +271,7 @@ class Worker:
             waiting_prefill_tokens=engine.waiting_prefill_tokens + engine_loop.inbox_prefill_tokens,
             waiting_prefill_attended_tokens=engine.waiting_prefill_attended_tokens
             + engine_loop.inbox_prefill_attended_tokens,
-            waiting_seqs=engine.waiting_seqs + engine_loop.inbox_seqs + self.jobs.num_following,
+            waiting_seqs=engine.waiting_seqs + engine_loop.inbox_seqs + self.jobs.num_preparing,
             running_seqs=engine.running_seqs,
             running_context_tokens=engine.running_context_tokens,
             open_leases=self.owner.open_leases,

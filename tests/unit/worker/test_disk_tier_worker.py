@@ -145,7 +145,11 @@ async def test_a_slow_disk_delays_no_job_for_longer_than_computing_takes() -> No
         await asyncio.sleep(1)
         simulated.disks["p"].latency_s = 5.0
         began_s = loop.time()
-        assert await faster.answer(1) == {}
+        waiting = asyncio.ensure_future(faster.answer(1))
+        await asyncio.sleep(MIN_RELOAD_WAIT_S / 2)
+        jobs = faster.node.worker.jobs
+        assert (jobs.num_preparing, jobs.num_following) == (1, 0), "it takes no place of those that wait for peers"
+        assert await waiting == {}
         assert faster.reloads.totals.late == 1
         assert loop.time() - began_s < MIN_RELOAD_WAIT_S + 2 * took_s
         await simulated.until_clean()

@@ -82,14 +82,15 @@ class Leg(ABC):
     `RunningLegs` calls `admitted`, `progressed` and `produced` with the engine's outcomes.
 
     seq_id: the job's sequence in the engine
-    is_following: the leg waits for another worker's KV or for its grammar, and is not in the engine yet
+    is_preparing: the leg waits for KV or for its grammar, and is not in the engine yet
+    reads_from_peer: it waits for KV of another worker before that
     num_output_tokens: tokens that this leg generated, counted for samples that have ended
     """
 
     def __init__(self, job: Job, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         self.seq_id = seq_id
         self.has_ended = False
-        self.is_following = False
+        self.is_preparing = self.reads_from_peer = False
         self._job = job
         self.num_output_tokens = 0
         self._open_samples = set(job.sample_indices)
@@ -259,6 +260,7 @@ class ComputingLeg(Leg):
         super().__init__(job, seq_id, parts, output)
         source = job.prefix_source
         self._prefix_source = None if source is None or source.worker.worker_id == parts.worker.worker_id else source
+        self.reads_from_peer = self._prefix_source is not None
         self._preparation: asyncio.Task[None] | None = None
         self._reloaded_tokens: Mapping[Tier, int] = NOTHING_RELOADED
         self._admitted_s = self._started_s
@@ -275,7 +277,7 @@ class ComputingLeg(Leg):
         else:
             # Refuse an invalid request now rather than after the pull.
             self._parts.engine.engine.check_request(self._engine_request())
-            self.is_following = True
+            self.is_preparing = True
             self._preparation = self._parts.tasks.start(self._prepare_and_join(), name=f"prepare-{self._job.job}")
 
     def admitted(self, admission: AdmittedSequence) -> None:
@@ -296,7 +298,7 @@ class ComputingLeg(Leg):
             log.exception("preparation_failed", job=str(self._job.job))
             message = f"the request could not be prepared: {type(error).__name__}"
             failure = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
-        self._preparation, self.is_following = None, False
+        self._preparation, self.is_preparing = None, False
         if failure is not None:
             self.stop(failure)
 

@@ -40,7 +40,7 @@ class PulledDecodeLeg(DecodeLeg):
 
     def __init__(self, job: DecodeJob, owner: WorkerRef, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
-        self.is_following = True  # until the first KvReady
+        self.is_preparing = self.reads_from_peer = True  # until the first KvReady
         self._owner = owner
         self._pull: Pull | None = None
         self._has_sent_prompt = False
@@ -103,7 +103,7 @@ class PulledDecodeLeg(DecodeLeg):
             )
 
     def _queue_for_memory(self) -> None:
-        self.is_following = False
+        self.is_preparing = False
         if self.has_ended:
             return
         self._parts.engine.add(self._request(pulled=True))
