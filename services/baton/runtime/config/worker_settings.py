@@ -100,9 +100,10 @@ class ComputeSettings(Config):
         unit="bytes",
         minimum=1,
     )
-    disk_kv_io: Literal["threads", "nixl"] = setting(
+    disk_kv_io: Literal["threads", "nixl", "gds"] = setting(
         "threads",
-        help="how the KV file is read and written: threads use system calls, nixl uses NIXL's POSIX backend",
+        help="how the KV file is read and written: threads use system calls, nixl uses NIXL's POSIX backend, gds its "
+        "GPUDirect Storage backend (not verified)",
     )
     block_size_tokens: int = setting(
         16,

@@ -112,9 +112,11 @@ def _payloads(config: WorkerConfig) -> Callable[[RawFile, Bytes], PayloadIo]:
         return PlainPayloads
     from baton.worker.disk.nixl_payloads import NixlPayloads
 
+    backend = {"nixl": "POSIX", "gds": "GDS"}[config.disk_kv_io]
+
     def nixl(file: RawFile, staging: Bytes) -> PayloadIo:
         try:
-            return NixlPayloads(file, staging)
+            return NixlPayloads(file, staging, backend)
         except ImportError as error:
             raise ConfigError(f"NIXL is not available here ({error}); use --disk-kv-io threads") from error
 

@@ -1,7 +1,8 @@
-"""`NixlPayloads`: copies payloads with NIXL's POSIX backend, which keeps many requests in flight.
+"""`NixlPayloads`: copies payloads with a storage backend of NIXL, which keeps many requests in flight.
 
-With a staging buffer in GPU memory and NIXL's GDS backend the same calls would bypass host memory; that is
-not built.
+With the backend GDS, the GPU's storage driver moves the data. Payloads still pass through the staging buffer
+in host memory, where their checksums are computed. No machine with that driver was available, so it is not
+verified.
 """
 
 import os
@@ -22,7 +23,6 @@ from baton.worker.disk.os_file import OsFile, RawFile, ShortRead
 log = get_logger(__name__)
 
 _FILE = "FILE"
-_BACKEND = "POSIX"
 _POLL_S = 0.0002
 """Pause between two polls of a copy, which gives up the processor."""
 
@@ -30,14 +30,14 @@ _POLL_S = 0.0002
 class NixlPayloads:
     """Implements `PayloadIo`. One copy at a time, of any number of payloads."""
 
-    def __init__(self, file: RawFile, staging: Bytes) -> None:
-        """Register the file and `staging`, [num_rows, block_bytes] uint8.
+    def __init__(self, file: RawFile, staging: Bytes, backend: str = "POSIX") -> None:
+        """Register the file and `staging`, [num_rows, block_bytes] uint8, with a backend: POSIX or GDS.
 
         Raises ImportError without NIXL, OSError if NIXL cannot use the file.
         """
         if not isinstance(file, OsFile):
             raise TypeError("NIXL needs the descriptor of a file")
-        self._file, self._staging = file, staging
+        self._file, self._staging, self._backends = file, staging, [backend]
         self._lock = threading.Lock()
         self._name = f"kv-disk-{secrets.token_hex(4)}"
         regions = {
@@ -45,14 +45,14 @@ class NixlPayloads:
             _FILE: (0, _size_of(file), file.fd, ""),
         }
         try:
-            self._agent = new_agent(self._name, [_BACKEND])
+            self._agent = new_agent(self._name, self._backends)
             self._registered = [
-                self._agent.register_memory([region], segment, [_BACKEND]) for segment, region in regions.items()
+                self._agent.register_memory([region], segment, self._backends) for segment, region in regions.items()
             ]
         except ImportError:
             raise
         except Exception as error:  # NIXL's exceptions have no common base
-            raise OSError(f"NIXL cannot use the file: {type(error).__name__}: {error}") from error
+            raise OSError(f"NIXL's {backend} cannot use the file: {type(error).__name__}: {error}") from error
 
     def read(self, offsets: Sequence[int], rows: Sequence[int]) -> None:
         self._copy("READ", rows, offsets)
@@ -63,7 +63,7 @@ class NixlPayloads:
     def close(self) -> None:
         with self._lock:
             for registered in self._registered:
-                self._agent.deregister_memory(registered, [_BACKEND])
+                self._agent.deregister_memory(registered, self._backends)
             self._registered.clear()
 
     def _copy(self, operation: str, rows: Sequence[int], offsets: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class NixlPayloads:
             local = agent.get_xfer_descs(_ranges([begin + row * size for row in rows], size, 0), HOST_SEGMENT[0])
             remote = agent.get_xfer_descs(_ranges(offsets, size, self._file.fd), _FILE)
             try:
-                handle = agent.initialize_xfer(operation, local, remote, self._name, backends=[_BACKEND])
+                handle = agent.initialize_xfer(operation, local, remote, self._name, backends=self._backends)
                 try:
                     state = agent.transfer(handle)
                     while state == "PROC":
