@@ -107,6 +107,20 @@ def test_what_a_slow_disk_holds_is_computed_and_the_rest_reloaded() -> None:
     assert slow.prefill_overlap_blocks == without.prefill_overlap_blocks == NUM_BLOCKS - 16
 
 
+@pytest.mark.parametrize(("disk_bytes_per_s", "pulls"), [(1e6, True), (1e7, False)])
+def test_a_peer_is_pulled_from_if_it_is_faster_than_the_own_disk(disk_bytes_per_s: float, pulls: bool) -> None:
+    q = measured("q", "prefill", **queued(65536))
+    p = measured("p", "prefill", tiers=tier(1e9, disk_bytes_per_s))
+    cluster = seen(p, q, busy(), p=NUM_BLOCKS, q=NUM_BLOCKS)
+    got = chosen(with_reloads(cluster, p=(40, 32)))
+    assert got.prefill.worker_id == "p"
+    assert (got.prefix_source is not None) is pulls
+    terms = next(c.terms for c in got.candidates if c.worker.worker_id == "p" and c.side == "prefill")
+    assert terms.get("pulled_blocks", 0) == 32 * pulls
+    assert got.prefill_overlap_blocks == NUM_BLOCKS - 32 * pulls
+    assert reload_s(got) >= 8 * BLOCK_BYTES / 1e9 - predicted(got).queue_s, "what is in host memory is reloaded anyway"
+
+
 def test_blocks_on_the_disk_of_another_worker_are_not_pulled() -> None:
     q = measured("q", "prefill", tiers=tier(1e9, 1e9), **queued(65536))
     cluster = seen(measured("a", "prefill"), q, busy(), q=NUM_BLOCKS)

@@ -60,3 +60,15 @@ async def test_content_that_is_withdrawn_meanwhile_is_not_published(withdrawn: i
     assert len(pool.lookup(CHAIN)) == expected
     assert pool.counts().used == pool.counts().receiving == 0
     assert not errors
+
+
+async def test_a_job_that_pulls_a_prefix_leaves_the_disk_alone() -> None:
+    pool = BlockPool(16, SIZE, FakeGenerationTable(16))
+    config = EngineConfig(
+        max_num_batched_tokens=16, max_num_seqs=4, max_model_len=64, block_size_tokens=SIZE, eos_token_ids=()
+    )
+    tiers = SlowerTiers([cast(KvTier, GatedTier(Tier.HOST, CHAIN[:2])), cast(KvTier, GatedTier(Tier.DISK, CHAIN))])
+    tasks = BackgroundTasks([].append)
+    reloads = Reloads(engine=Engine(config, pool, clock=lambda: 0.0), tiers=tiers, tasks=tasks, costs=lambda: COSTS)
+    plans = [reloads.plan(CHAIN, uses_disk=uses_disk) for uses_disk in (True, False)]
+    assert [plan and plan.chain for plan in plans] == [tuple(CHAIN), tuple(CHAIN[:2])]

@@ -1,124 +1,36 @@
 """Predicts the cost of each candidate in seconds, for the policies `kv_centric` and `prefix_aware`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
 import numpy as np
 
-from baton.core.cluster.cluster_snapshot import ClusterSnapshot
-from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.core.cluster.placement import PlacementQuery
 from baton.core.messages.jobs import PrefixSource
 from baton.scheduler.policies.cost_terms import NO_SOURCE, DecodeTerms, PrefillTerms, explain_candidates
 from baton.scheduler.policies.eligibility import (
-    EligibilityMasks,
     any_worker,
-    eligibility_masks,
-    needs_no_decode,
-    no_capacity,
-    no_workers,
-    rejects_when_full,
 )
-from baton.scheduler.policies.least_loaded import least_loaded
-from baton.scheduler.policies.policy_types import Choice, LazyCandidates, PolicyContext, Prediction
+from baton.scheduler.policies.placement_inputs import PlacementInputs
+from baton.scheduler.policies.policy_types import Choice, LazyCandidates, Prediction
+from baton.scheduler.policies.reload_costs import local_blocks, own_blocks_of, reload_of, reload_terms_s
 from baton.scheduler.prediction.predict import (
     FirstTokenTerms,
     Prompt,
-    ReloadTerms,
     capacity_wait_s,
     expected_output_tokens,
     exposed_reload_s,
     exposed_transfer_s,
     first_token,
     idle_tpot_s,
-    prompt_of,
-    share_computed_again,
-    time_to_fit_s,
     tpot_now_s,
     tpot_s,
     tpot_target_s,
 )
-from baton.scheduler.state.worker_data import NO_COSTS, Floats, Mask, WorkerRow
-from baton.scheduler.state.worker_table import WorkerTable, worker_table_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementInputs:
-    """The candidates of both sides and what their own caches save them. Workers are positions in the table.
-
-    prefill, decode: candidates of each side by eligibility.
-    usable_prefill: prefill candidates, busy or avoided ones included.
-    first: queue in front of the prompt, and the share of step time that it gets, at each worker.
-    own_prefill_s: time to compute what each worker has not cached itself.
-    """
-
-    query: PlacementQuery
-    context: PolicyContext
-    cluster: ClusterSnapshot
-    workers: WorkerTable
-    prompt: Prompt
-    prefill: Mask
-    decode: Mask
-    usable_prefill: Mask
-    first: FirstTokenTerms[Floats]
-    own_prefill_s: Floats
-
-
-def placement_inputs(
-    query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext
-) -> PlacementInputs | Choice | Rejection:
-    """Find the candidates of both sides and what their own caches save them.
-
-    Returns a Rejection if a side that the request needs has no candidate. Returns the choice of
-    `least_loaded` while a usable worker has no step costs, not even those of its peers.
-    """
-    workers = worker_table_of(cluster)
-    no_decode = needs_no_decode(query)
-    prefill = eligibility_masks(query, workers, "prefill")
-    decode = eligibility_masks(query, workers, "decode")
-    if not any_worker(prefill.usable if no_decode else decode.usable):
-        return no_workers(query, "prefill" if no_decode else "decode")
-    if not workers.all_measured:
-        workers = workers.with_peer_costs()
-        needed = prefill.usable if no_decode else prefill.usable | decode.usable
-        if not (workers.reported.cost_source[needed] > NO_COSTS).all():
-            by_load = least_loaded(query, cluster, context)
-            return replace(by_load, basis=None) if isinstance(by_load, Choice) else by_load
-    prompt = prompt_of(query, cluster.overlaps, workers)
-    first = first_token(workers, query, prompt.overlap_tokens)
-    inputs = PlacementInputs(
-        query=query,
-        context=context,
-        cluster=cluster,
-        workers=workers,
-        prompt=prompt,
-        prefill=_best_available(query, workers, prompt, prefill, context),
-        decode=_best_available(query, workers, prompt, decode, context),
-        usable_prefill=prefill.usable,
-        first=first,
-        own_prefill_s=first.prefill_s(workers, prompt.num_tokens, prompt.overlap_tokens),
-    )
-    if not any_worker(inputs.prefill if no_decode else inputs.decode):
-        return no_capacity("prefill" if no_decode else "decode")
-    return inputs
-
-
-def _best_available(
-    query: PlacementQuery, w: WorkerTable, prompt: Prompt, masks: EligibilityMasks, context: PolicyContext
-) -> Mask:
-    """Return the eligible workers, else those that are only full, else those that failed the request.
-
-    If the request may wait at the scheduler, full workers count only if it is predicted to fit soon enough.
-    """
-    if any_worker(masks.eligible):
-        return masks.eligible
-    if any_worker(masks.not_avoided):
-        if context.max_capacity_wait_s is None or not rejects_when_full(query, context):
-            return masks.not_avoided
-        fits_soon: Mask = masks.not_avoided & (time_to_fit_s(w, prompt) <= context.max_capacity_wait_s)
-        return fits_soon
-    return masks.usable
+from baton.scheduler.state.worker_data import Floats, Mask
+from baton.scheduler.state.worker_table import WorkerTable
 
 
 def cheapest(cost_s: Floats, predicted_s: Callable[[], Floats], slo_s: float | None) -> int:
@@ -183,27 +95,10 @@ def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
         source=np.full(size, NO_SOURCE),
         cached_tokens=inputs.prompt.overlap_tokens.copy(),
         holders=[],
-        reload_s=_reload_terms_s(inputs),
+        reload_s=reload_terms_s(inputs),
         pull_fixed_s=np.zeros(size),
         dial_s=np.zeros(size),
     )
-
-
-def _reload_terms_s(inputs: PlacementInputs) -> Floats:
-    """Predict the wait of each worker for what it has in a slower tier only."""
-    w, prompt = inputs.workers, inputs.prompt
-    if not prompt.reloaded_blocks.any():
-        return np.zeros(len(w.views))
-    first, size = inputs.first, w.reported.block_size_tokens
-    device_tokens = prompt.overlap_tokens - prompt.reloaded_blocks * size
-    memory_tokens = prompt.overlap_tokens - prompt.disk_blocks * size
-    terms = ReloadTerms(
-        host_bytes=(prompt.reloaded_blocks - prompt.disk_blocks) * prompt.block_bytes,
-        disk_bytes=prompt.disk_blocks * prompt.block_bytes,
-        saved_s=first.prefill_s(w, prompt.num_tokens, device_tokens) - inputs.own_prefill_s,
-        disk_saved_s=first.prefill_s(w, prompt.num_tokens, memory_tokens) - inputs.own_prefill_s,
-    )
-    return exposed_reload_s(w, terms, first.queue_s)
 
 
 def rank(terms: PrefillTerms, candidates: Mask) -> None:
@@ -241,14 +136,18 @@ class LocalPrefill:
     share of step time that the prompt gets accounts for it.
 
     first: queue and share of step time at the decode worker.
+    memory_tokens, host_reload_s: cached tokens without those on its disk, and the wait for what is in host
+        memory only
     margin_s: by how much it must be faster than the best prefill worker.
     """
 
     first: FirstTokenTerms[float]
     cached_tokens: float
+    memory_tokens: float
     prefill_s: float
+    host_reload_s: float
+    reload_s: float
     pull_s: float = 0.0
-    reload_s: float = 0.0
     pull_fixed_s: float = 0.0
     dial_s: float = 0.0
     source: int = NO_SOURCE
@@ -259,56 +158,24 @@ class LocalPrefill:
 def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
     """Predict the local prefill from the prefix that the decode worker holds itself."""
     prompt, row = inputs.prompt, inputs.workers.row(decode)
-    cached_tokens = _local_blocks(inputs, decode) * row.reported.block_size_tokens
+    size, disk_blocks = row.reported.block_size_tokens, prompt.disk_blocks.item(decode)
+    cached_tokens = local_blocks(inputs, decode) * size
+    memory_tokens = cached_tokens - disk_blocks * size
     first = first_token(row, inputs.query, cached_tokens)
     prefill_s = first.prefill_s(row, prompt.num_tokens, cached_tokens)
-    reload = _reload_of(prompt, decode, row, first, cached_tokens)
+    reload = reload_of(prompt, decode, row, first, cached_tokens, disk_blocks)
+    reload_s = host_s = exposed_reload_s(row, reload, first.queue_s)
+    if disk_blocks:
+        of_host = reload_of(prompt, decode, row, first, memory_tokens, 0.0)
+        host_s = exposed_reload_s(row, of_host, first.queue_s)
     return LocalPrefill(
         first=first,
         cached_tokens=cached_tokens,
+        memory_tokens=memory_tokens,
         prefill_s=prefill_s,
-        reload_s=exposed_reload_s(row, reload, first.queue_s),
+        host_reload_s=host_s,
+        reload_s=reload_s,
     )
-
-
-def _reload_of(
-    prompt: Prompt, i: int, row: WorkerRow, first: FirstTokenTerms[float], cached_tokens: float
-) -> ReloadTerms[float]:
-    """Return what worker `i` reloads of the `cached_tokens` that it has in any tier."""
-    reloaded_blocks, disk_blocks = prompt.reloaded_blocks.item(i), prompt.disk_blocks.item(i)
-    size, block_bytes = row.reported.block_size_tokens, prompt.block_bytes.item(i)
-    prefill_s = first.prefill_s(row, prompt.num_tokens, cached_tokens)
-    return ReloadTerms(
-        host_bytes=(reloaded_blocks - disk_blocks) * block_bytes,
-        disk_bytes=disk_blocks * block_bytes,
-        saved_s=first.prefill_s(row, prompt.num_tokens, cached_tokens - reloaded_blocks * size) - prefill_s,
-        disk_saved_s=first.prefill_s(row, prompt.num_tokens, cached_tokens - disk_blocks * size) - prefill_s,
-    )
-
-
-def _blocks_computed_again(inputs: PlacementInputs, i: int, cached_tokens: float) -> float:
-    """Return how many of the blocks that worker `i` has in slower tiers it computes, because that is faster."""
-    prompt = inputs.prompt
-    if not prompt.reloaded_blocks.item(i):
-        return 0.0
-    row = inputs.workers.row(i)
-    first = first_token(row, inputs.query, cached_tokens)
-    reload = _reload_of(prompt, i, row, first, cached_tokens)
-    of_host, of_disk = share_computed_again(row, reload, first.queue_s)
-    disk_blocks = prompt.disk_blocks.item(i)
-    return of_host * (prompt.reloaded_blocks.item(i) - disk_blocks) + of_disk * disk_blocks
-
-
-def _local_blocks(inputs: PlacementInputs, decode: int) -> float:
-    """Return the leading blocks with which the decode worker can begin a local prefill.
-
-    Blocks that a decode worker is only expected to hold come from the worker that computes them, so they
-    cannot shorten one.
-    """
-    prompt = inputs.prompt
-    if inputs.workers.reported.can_prefill[decode]:
-        return prompt.overlap_blocks.item(decode)
-    return prompt.pullable_blocks.get(decode, 0) + prompt.disk_blocks.item(decode)
 
 
 def can_spare_steps(inputs: PlacementInputs, decode: int) -> bool:
@@ -354,9 +221,9 @@ def _choice(
         prefix_source = PrefixSource(
             worker=w.views[source].worker,
             num_blocks=int(prompt.pullable_blocks[source]),
-            num_host_blocks=int(prompt.reloaded_blocks[source] - prompt.disk_blocks[source]),
+            num_host_blocks=int(prompt.host_blocks[source]),
         )
-    own_blocks = _own_blocks(inputs, best, is_local=best == decode)
+    own_blocks = own_blocks_of(inputs, best, is_local=best == decode, uses_disk=source == NO_SOURCE)
     decode_blocks = 0 if decode is None else int(prompt.overlap_blocks[decode])
     least_queued = _least_queued(w, terms, best, decode)
     holders = {*terms.holders} if decode is None else {*terms.holders, decode}
@@ -425,13 +292,3 @@ def _most_cached(prompt: Prompt, terms: PrefillTerms, decode: int | None) -> int
     if decode is not None:
         candidates[decode] = False
     return int(np.where(candidates, prompt.overlap_tokens, -inf).argmax())
-
-
-def _own_blocks(inputs: PlacementInputs, computing: int, *, is_local: bool) -> int:
-    """Return the blocks that the worker which computes the prompt has and does not compute again.
-
-    is_local: it is the decode worker
-    """
-    prompt, size = inputs.prompt, inputs.workers.reported.block_size_tokens.item(computing)
-    blocks = _local_blocks(inputs, computing) if is_local else prompt.overlap_blocks.item(computing)
-    return int(blocks - _blocks_computed_again(inputs, computing, blocks * size))

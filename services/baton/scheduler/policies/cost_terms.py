@@ -145,7 +145,7 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
         values["disk_blocks"] = prompt.disk_blocks[i]
     if terms.source[i] != NO_SOURCE:
         values["pull_fixed_s"], values["dial_s"] = terms.pull_fixed_s[i], terms.dial_s[i]
-        values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.overlap_blocks[i]
+        values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.memory_blocks[i]
     return _candidate(w, i, "prefill", values)
 
 

@@ -14,7 +14,6 @@ from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.scheduler.policies.candidate_costs import (
     LocalPrefill,
-    PlacementInputs,
     add_local_prefill,
     can_spare_steps,
     cheapest_decode,
@@ -22,14 +21,15 @@ from baton.scheduler.policies.candidate_costs import (
     local_prefill,
     own_prefix_terms,
     pair_choice,
-    placement_inputs,
     prefill_only_choice,
     rank,
     transfer_terms_s,
 )
 from baton.scheduler.policies.cost_terms import PrefillTerms
 from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, readers_of, sources_of
+from baton.scheduler.policies.placement_inputs import PlacementInputs, placement_inputs
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
+from baton.scheduler.policies.reload_costs import host_reload_s
 from baton.scheduler.prediction.predict import Prompt
 from baton.scheduler.state.worker_data import Floats, Mask
 
@@ -109,25 +109,32 @@ def _prefix_holders(inputs: PlacementInputs, decode: int | None) -> list[int]:
 
 def _use_pulled_prefixes(inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask) -> None:
     """Let each candidate pull a prefix from the holder that makes it fastest, if any does."""
+    reload_s = host_reload_s(inputs) if inputs.prompt.disk_blocks.any() else terms.reload_s.copy()
     for holder in terms.holders:
-        _consider_holder(inputs, terms, candidates, holder)
+        _consider_holder(inputs, terms, candidates, holder, reload_s)
 
 
-def _consider_holder(inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask, holder: int) -> None:
-    """Enter the pull from `holder` into the terms of the candidates that it makes faster."""
+def _consider_holder(
+    inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask, holder: int, reload_s: Floats
+) -> None:
+    """Enter the pull from `holder` into the terms of the candidates that it makes faster.
+
+    A worker that pulls leaves its disk alone. reload_s: its wait for the blocks that it has in host memory only
+    """
     w, prompt = inputs.workers, inputs.prompt
-    links, held_blocks = w.links, prompt.pullable_blocks[holder]
-    can_pull = candidates & (prompt.overlap_blocks < held_blocks) & readers_of(w, holder)
+    links, held_blocks, own_blocks = w.links, prompt.pullable_blocks[holder], prompt.memory_blocks
+    can_pull = candidates & (own_blocks < held_blocks) & readers_of(w, holder)
     if not any_worker(can_pull):
         return
     cached_tokens = held_blocks * w.reported.block_size_tokens.item(holder)
     compute_s = inputs.first.prefill_s(w, prompt.num_tokens, cached_tokens)
-    num_bytes = (held_blocks - prompt.overlap_blocks) * prompt.block_bytes.item(holder)
+    num_bytes = (held_blocks - own_blocks) * prompt.block_bytes.item(holder)
     fixed_s, dial_s = links.pull_s[:, holder], links.dial_s[:, holder]
     pull_s = num_bytes * links.s_per_byte[:, holder] + links.queued_s[:, holder] + fixed_s + dial_s
-    is_faster = can_pull & (compute_s + pull_s < terms.prefill_s + terms.pull_s)
+    is_faster = can_pull & (compute_s + pull_s + reload_s < terms.prefill_s + terms.pull_s + terms.reload_s)
     np.copyto(terms.prefill_s, compute_s, where=is_faster)
     np.copyto(terms.pull_s, pull_s, where=is_faster)
+    np.copyto(terms.reload_s, reload_s, where=is_faster)
     np.copyto(terms.pull_fixed_s, fixed_s, where=is_faster)
     np.copyto(terms.dial_s, dial_s, where=is_faster)
     np.copyto(terms.cached_tokens, cached_tokens, where=is_faster)
@@ -143,20 +150,21 @@ def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int
     for holder in holders:
         held_blocks = prompt.pullable_blocks[holder]
         held_tokens = held_blocks * row.reported.block_size_tokens
-        if held_tokens <= local.cached_tokens or not sources[holder]:
+        if held_tokens <= local.memory_tokens or not sources[holder]:
             continue
-        missing_blocks = (held_tokens - local.cached_tokens) / row.reported.block_size_tokens
+        missing_blocks = (held_tokens - local.memory_tokens) / row.reported.block_size_tokens
         num_bytes = missing_blocks * prompt.block_bytes.item(decode)
         fixed_s, dial_s = links.pull_s.item(decode, holder), links.dial_s.item(decode, holder)
         pull_s = num_bytes * links.s_per_byte.item(decode, holder) + links.queued_s.item(decode, holder)
         pull_s += fixed_s + dial_s
         compute_s = local.first.prefill_s(row, prompt.num_tokens, held_tokens)
-        if compute_s + pull_s < best.prefill_s + best.pull_s:
+        if compute_s + pull_s + local.host_reload_s < best.prefill_s + best.pull_s + best.reload_s:
             best = replace(
                 local,
                 cached_tokens=held_tokens,
                 prefill_s=compute_s,
                 pull_s=pull_s,
+                reload_s=local.host_reload_s,
                 pull_fixed_s=fixed_s,
                 dial_s=dial_s,
                 source=holder,

@@ -5,14 +5,12 @@ from dataclasses import replace
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.scheduler.policies.candidate_costs import (
-    PlacementInputs,
     add_local_prefill,
     cheapest_decode,
     decode_terms,
     local_prefill,
     own_prefix_terms,
     pair_choice,
-    placement_inputs,
     prefill_only_choice,
     rank,
     transfer_terms_s,
@@ -24,6 +22,7 @@ from baton.scheduler.policies.eligibility import (
     readable_mask,
     rejects_when_full,
 )
+from baton.scheduler.policies.placement_inputs import PlacementInputs, placement_inputs
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 
 

@@ -47,6 +47,16 @@ class Prompt:
     pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
     waited_s: float = 0.0  # since the arrival at the gateway; 0 for a request that continues an earlier attempt
 
+    @property
+    def host_blocks(self) -> Floats:
+        """Blocks that the worker has in host memory only."""
+        return self.reloaded_blocks - self.disk_blocks
+
+    @property
+    def memory_blocks(self) -> Floats:
+        """Leading blocks that the worker has in device or host memory, or soon will."""
+        return self.overlap_blocks - self.disk_blocks
+
 
 def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerTable) -> Prompt:
     """Combine a query with what the prefix index knows about it. `overlaps` is keyed by worker id."""

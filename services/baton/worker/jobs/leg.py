@@ -271,7 +271,7 @@ class ComputingLeg(Leg):
 
     def begin(self) -> None:
         reloads = self._parts.reloads
-        may_reload = reloads is not None and reloads.plan(self._usable_hashes) is not None
+        may_reload = reloads is not None and reloads.plan(self._usable_hashes, uses_disk=self._uses_disk) is not None
         if self._prefix_source is None and not may_reload and not self._job.sampling.is_constrained:
             self._join_queue()
         else:
@@ -310,10 +310,16 @@ class ComputingLeg(Leg):
             return ()
         return self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
 
+    @property
+    def _uses_disk(self) -> bool:
+        """False if a prefix is pulled: the scheduler found that faster than the disk."""
+        return self._prefix_source is None
+
     async def _reload(self) -> None:
         if self._parts.reloads is not None:
-            reloads = self._parts.reloads
-            by_tier = await reloads.reload(self._usable_hashes, self._tenant_root, self._owned.owner)
+            by_tier = await self._parts.reloads.reload(
+                self._usable_hashes, self._tenant_root, self._owned.owner, uses_disk=self._uses_disk
+            )
             self._reloaded_tokens = {tier: count * self._parts.block_size_tokens for tier, count in by_tier.items()}
 
     async def _pull_prefix(self, source: PrefixSource) -> None:

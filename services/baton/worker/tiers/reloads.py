@@ -90,33 +90,40 @@ class Reloads:
         """Blocks of the reloads under way, by tier; 0 for other tiers."""
         return self._num_loading_blocks
 
-    def plan(self, hashes: Sequence[BlockHash]) -> ReloadPlan | None:
+    def plan(self, hashes: Sequence[BlockHash], *, uses_disk: bool = True) -> ReloadPlan | None:
         """Return what to reload for a prompt with these leading blocks; None if nothing, or if computing it
         is predicted to be as fast.
 
-        What the fastest tier has may pay where all that the tiers have does not.
+        What the fastest tier has may pay where all that the tiers have does not. uses_disk: False leaves the
+        disk alone.
         """
         pool, best = self._pool, None
         num_cached = pool.lookup_prefix(hashes).num_blocks
         if num_cached == len(hashes) or (not pool.windows.has_windows and not self._tiers.holds(hashes[num_cached])):
             return None
-        for tiers in self._tiers.fastest():
+        for tiers in self._tiers.fastest(uses_disk=uses_disk):
             plan = self._plan_from(tiers, hashes, num_cached)
             if plan is not None and (best is None or plan.gain_s >= best.gain_s):
                 best = plan
         return best
 
     async def reload(
-        self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH, owner: ContentOwner | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        tenant_root: BlockHash = NO_HASH,
+        owner: ContentOwner | None = None,
+        *,
+        uses_disk: bool = True,
     ) -> Mapping[Tier, int]:
         """Reload what pays. Returns how many blocks of the prefix the cache has gained, by tier.
 
         tenant_root: of the tenant whose prompt it is. owner: of the request that needs the blocks.
+        uses_disk: False leaves the disk alone.
 
         If the caller is cancelled, or has waited as long as computing would take, the reload goes on: other
         requests may want the same blocks.
         """
-        plan = first = self.plan(hashes)
+        plan = first = self.plan(hashes, uses_disk=uses_disk)
         if plan is None or first is None:
             return {}
         before = self._pool.lookup_prefix(hashes).num_blocks
@@ -124,7 +131,7 @@ class Reloads:
             async with asyncio.timeout(first.wait_s):
                 while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
                     await asyncio.wait((running,))
-                    plan = self.plan(hashes)
+                    plan = self.plan(hashes, uses_disk=uses_disk)
                 if plan is not None:
                     await asyncio.wait((self._start(plan, tenant_root, owner),))
         except TimeoutError:

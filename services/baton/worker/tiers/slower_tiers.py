@@ -14,9 +14,12 @@ class SlowerTiers:
     def __init__(self, tiers: Sequence[KvTier]) -> None:
         self.tiers = tuple(tiers)
 
-    def fastest(self) -> Iterator["SlowerTiers"]:
-        """Yield the fastest tier alone, then it with the next one, and so on."""
-        for count in range(1, len(self.tiers) + 1):
+    def fastest(self, *, uses_disk: bool = True) -> Iterator["SlowerTiers"]:
+        """Yield the fastest tier alone, then it with the next one, and so on. uses_disk: False stops before
+        the disk."""
+        for count, tier in enumerate(self.tiers, 1):
+            if tier.tier is Tier.DISK and not uses_disk:
+                return
             yield SlowerTiers(self.tiers[:count])
 
     def holds(self, block_hash: BlockHash) -> bool:
