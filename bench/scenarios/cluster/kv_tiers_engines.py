@@ -129,9 +129,8 @@ def main() -> None:
         for cell, of in found.items()
     ]
     print(table(head, lines))
-    print(
-        f"\nmean TTFT with the host tier: {found['host']['mean_ttft_ms'] / found['none']['mean_ttft_ms']:.2f} of that without"
-    )
+    share = found["host"]["mean_ttft_ms"] / found["none"]["mean_ttft_ms"]
+    print(f"\nmean TTFT with the host tier: {share:.2f} of that without")
     print(f"KV memory of each device: {kv_memory / 2**20:.1f} MiB")
 
 

@@ -119,7 +119,7 @@ def _consider_holder(
 ) -> None:
     """Enter the pull from `holder` into the terms of the candidates that it makes faster.
 
-    A worker that pulls leaves its disk alone. reload_s: its wait for the blocks that it has in host memory only
+    A worker that pulls leaves its disk alone. reload_s: its wait for what it has in host memory only
     """
     w, prompt = inputs.workers, inputs.prompt
     links, held_blocks, own_blocks = w.links, prompt.pullable_blocks[holder], prompt.memory_blocks

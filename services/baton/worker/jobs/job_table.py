@@ -231,8 +231,8 @@ class JobTable:
     def num_preparing(self) -> int:
         """Number of jobs that are not in the engine yet.
 
-        A decode leg waits for the first blocks of its prompt, other legs wait for a cached prefix of a peer or of
-        a slower tier, or until their grammar is compiled.
+        A decode leg waits for the first blocks of its prompt, other legs wait for a cached prefix of a peer or
+        of a slower tier, or until their grammar is compiled.
         """
         return sum(leg.is_preparing for leg in self._legs.values())
 
