@@ -8,8 +8,8 @@ are real; devices, links, copies and disks take virtual time. The true costs of 
 model that policies predict with, and each step deviates at random by as much. The working set is `--ratio`
 times the memory of all devices.
 
-none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to that
-  of GPUs in servers. host_blind: the same, placed without knowledge of slower tiers. host_disk: a host tier of
+none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to GPU
+  memory in servers. host_blind: the same, placed without knowledge of slower tiers. host_disk: a host tier of
   the size of the device, and a disk tier of four times that size.
 sessions: conversations whose turns follow each other. trace: a conversation trace in Mooncake's format, with
   lengths divided by 32. no_reuse: prompts that share nothing. documents: one question each about a long

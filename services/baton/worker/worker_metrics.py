@@ -197,6 +197,8 @@ class WorkerMetrics:
         self._raise_to(self.tier.reloads.labels("complete"), reloads.totals.reloads - reloads.totals.incomplete)
         self._raise_to(self.tier.reloads.labels("incomplete"), reloads.totals.incomplete)
         self._raise_to(self.tier.late_reloads, reloads.totals.late)
+        while reloads.totals.new_ratios:
+            self.tier.reload_ratio.observe(reloads.totals.new_ratios.popleft())
         self._raise_to(self.tier.reload_s, reloads.totals.actual_s)
         self._raise_to(self.tier.predicted_reload_s, reloads.totals.predicted_s)
 

@@ -278,6 +278,8 @@ async def test_report_and_metrics_show_the_tier() -> None:
         assert value("baton_reloaded_tokens_total") == host.reloads.totals.reloaded_tokens
         predicted_s, actual_s = value("baton_predicted_reload_seconds_total"), value("baton_reload_seconds_total")
         assert predicted_s == pytest.approx(actual_s, rel=0.1)
+        assert value("baton_reload_predicted_over_actual_ratio_count") == 1
+        assert value("baton_reload_predicted_over_actual_ratio_sum") == pytest.approx(1.0, rel=0.1)
 
 
 @virtual

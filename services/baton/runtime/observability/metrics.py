@@ -354,6 +354,11 @@ class TierMetrics(_Family):
             "outcome",
         )
         self.reload_s = self._counter("reload_seconds_total", "Seconds of complete reloads.")
+        self.reload_ratio = self._histogram(
+            "reload_predicted_over_actual_ratio",
+            "Predicted seconds of each complete reload over its actual ones.",
+            RATIO_BUCKETS,
+        )
         self.predicted_reload_s = self._counter(
             "predicted_reload_seconds_total", "Seconds that were predicted for the complete reloads."
         )

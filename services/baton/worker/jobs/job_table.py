@@ -231,14 +231,14 @@ class JobTable:
     def num_preparing(self) -> int:
         """Number of jobs that are not in the engine yet.
 
-        A decode leg waits for the first blocks of its prompt, other legs wait for a cached prefix of a peer or
-        of a slower tier, or until their grammar is compiled.
+        A decode leg waits for the first blocks of its prompt, other legs wait for a prefix of a peer or of a
+        slower tier, or until their grammar is compiled.
         """
         return sum(leg.is_preparing for leg in self._legs.values())
 
     @property
     def num_following(self) -> int:
-        """Number of those of them that wait for another worker's KV."""
+        """Number of those that wait for another worker's KV."""
         return sum(leg.is_preparing and leg.reads_from_peer for leg in self._legs.values())
 
     # -- internal ----------------------------------------------------------------------------------

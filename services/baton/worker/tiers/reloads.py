@@ -6,9 +6,9 @@ job waits for it no longer than computing takes.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.cluster.worker_report import ReloadCounts
 from baton.core.kv.block_hash import NO_HASH, BlockHash
@@ -24,6 +24,8 @@ from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.tiers.slower_tiers import SlowerTiers
 
 log = get_logger(__name__)
+
+MAX_RATIOS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class ReloadTotals:
     incomplete: reloads that did not load all blocks.
     late: jobs that have not waited for the end of their reload.
     predicted_s, actual_s: of the reloads that were complete.
+    new_ratios: the first over the second of each of them, until metrics have taken it; the last `MAX_RATIOS`
     """
 
     reloads: int = 0
@@ -66,6 +69,7 @@ class ReloadTotals:
     reloaded_tokens: int = 0
     predicted_s: float = 0.0
     actual_s: float = 0.0
+    new_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RATIOS))
 
     @property
     def counts(self) -> ReloadCounts:
@@ -255,6 +259,8 @@ class Reloads:
         if plan.predicted_s is not None:
             self.totals.predicted_s += plan.predicted_s
             self.totals.actual_s += took_s
+            if took_s > 0:
+                self.totals.new_ratios.append(plan.predicted_s / took_s)
         log.info("prefix_reloaded", num_blocks=num_loaded, took_s=took_s, predicted_s=plan.predicted_s)
 
     def _num_free_blocks(self, plan: ReloadPlan) -> int:
