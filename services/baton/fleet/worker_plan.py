@@ -117,9 +117,10 @@ def check_kv_memory(sizes: Mapping[str, int], num_workers: int, free: int) -> No
     kv_memory = sum(sizes.values())
     if kv_memory * num_workers > free:
         given = " and ".join(f"{option} {format_size(size)}" for option, size in sizes.items())
+        subject = "set it" if len(sizes) == 1 else "keep their sum"
         raise ConfigError(
             f"{given} for each of {num_workers} workers is "
-            f"{kv_memory * num_workers >> 20} MiB, but only {free >> 20} MiB are free: set it well below "
+            f"{kv_memory * num_workers >> 20} MiB, but only {free >> 20} MiB are free: {subject} well below "
             f"{free // num_workers >> 20}MiB, because the models need memory too, or start fewer workers"
         )
 

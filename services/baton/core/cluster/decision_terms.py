@@ -37,7 +37,9 @@ TERMS = {
         "prefix pull", "time to read the cached beginning of the prompt from another worker", is_detail=True
     ),
     "reload_s": Term(
-        "reload", "wait for cached blocks that the worker reloads from host memory, after the queue", is_detail=True
+        "reload",
+        "wait for cached blocks that the worker reloads from host memory or its disk, after the queue",
+        is_detail=True,
     ),
     "pull_fixed_s": Term("pull fixed", "part of the prefix pull that does not depend on its bytes", is_detail=True),
     "dial_s": Term("dial", "part of the prefix pull: connecting two workers for the first time", is_detail=True),
