@@ -254,7 +254,7 @@ class SimCluster(InProcessCluster):
             backend=backend,
             constraints=constraints,
             costs=model.step.model,
-            tier=host_tier,
+            host_tier=host_tier,
             disk=disk_tier,
             draft=self._draft_device(worker.worker_id, engine_config) if WorkerRole(config.role).can_decode else None,
             close=backend.kill,

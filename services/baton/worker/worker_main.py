@@ -331,7 +331,7 @@ async def _build_worker(
             costs=await initial_step_costs(device, stores.costs, observed.health),
             cost_store=stores.costs,
             costs_key=device.costs_key,
-            tier=device.tier,
+            host_tier=device.host_tier,
             disk=device.disk,
             blocks=device.blocks,
             draft=device.draft,

@@ -45,7 +45,7 @@ class WorkerParts:
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
-    tier, disk: the host tier of the KV and the disk tier; None: there is none
+    host_tier, disk: the host tier of the KV and the disk tier; None: there is none
     blocks: copies blocks as bytes, for exports and imports; None: the device cannot
     draft: the draft model; None: there is none. draft_costs: its initial step costs, as `costs`
     budget: the memory budget of the process
@@ -69,7 +69,7 @@ class WorkerParts:
     costs: StepCostModel | None = None
     cost_store: CostStore | None = None
     costs_key: str = ""
-    tier: HostTier | None = None
+    host_tier: HostTier | None = None
     disk: DiskTier | None = None
     blocks: StagedBlocks | None = None
     draft: DraftDevice | None = None
@@ -80,7 +80,7 @@ class WorkerParts:
     @property
     def tiers(self) -> tuple[HostTier | DiskTier, ...]:
         """The slower tiers, the fastest first."""
-        return tuple(tier for tier in (self.tier, self.disk) if tier is not None)
+        return tuple(tier for tier in (self.host_tier, self.disk) if tier is not None)
 
 
 def build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
@@ -125,7 +125,7 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
 def build_owner(parts: WorkerParts) -> OwnerService:
     """Build the service that lets peers read this worker's KV."""
     config = parts.config
-    regions = parts.pool if parts.tier is None else WorkerRegions(parts.pool, parts.tier.slots)
+    regions = parts.pool if parts.host_tier is None else WorkerRegions(parts.pool, parts.host_tier.slots)
     return OwnerService(
         worker=parts.worker,
         layout=parts.executor.layout,

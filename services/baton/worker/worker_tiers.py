@@ -47,7 +47,7 @@ class WorkerTiers:
         chunk_tokens = parts.engine_config.max_num_batched_tokens
         self.retention = Retention(
             parts.pool,
-            parts.tier,
+            parts.host_tier,
             policy=parts.config.kv_eviction,
             retain_memory=parts.config.kv_retain_memory,
             block_bytes=self._layout.block_bytes,
@@ -64,7 +64,7 @@ class WorkerTiers:
                 costs=costs,
                 is_busy=lambda: not engine.is_idle,
                 on_stored=on_stored,
-                to_copy=self.retention.to_copy if tier is parts.tier else lambda: None,
+                to_copy=self.retention.to_copy if tier is parts.host_tier else lambda: None,
             )
             for tier in self.tiers
         ]

@@ -56,7 +56,7 @@ class Rig:
         self.cached: dict[int, int] = {}
         self.ended, self.stored = asyncio.Event(), asyncio.Event()
         self.loop = EngineLoop(self.engine, self.device.executor, self.deliver)
-        tasks, tier = BackgroundTasks(self.failed), self.device.tier or self.device.disk
+        tasks, tier = BackgroundTasks(self.failed), self.device.host_tier or self.device.disk
         assert tier is not None
         self.tier = tier
         self.copy_out = CopyOut(

@@ -194,7 +194,7 @@ class Node:
                 rng=Random(f"{cluster.seed}-{worker_id}-{epoch}"),
                 budget=builders.with_limits(worker_budget(2**30), memory_limits),
                 feed=cluster.feed,
-                tier=None if tier is None else tier.open(self.ref, memory, self.layout.block_bytes),
+                host_tier=None if tier is None else tier.open(self.ref, memory, self.layout.block_bytes),
                 disk=None if disk is None else disk.open(self.ref, memory, self.layout.block_bytes),
                 costs=STEP_COST.model,
                 cost_store=cluster.cost_store,

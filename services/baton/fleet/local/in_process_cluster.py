@@ -83,7 +83,7 @@ class WorkerComponents:
     executor: Executor
     backend: TransferBackend
     constraints: TokenConstraints
-    tier: HostTier | None = None
+    host_tier: HostTier | None = None
     disk: DiskTier | None = None
     costs: StepCostModel | None = None
     draft: DraftDevice | None = None
@@ -237,7 +237,7 @@ class InProcessCluster:
                 rng=self._new_rng(),
                 budget=worker_budget(config.memory_budget),
                 feed=self._feed,
-                tier=components.tier,
+                host_tier=components.host_tier,
                 disk=components.disk,
                 costs=components.costs,
                 draft=components.draft,

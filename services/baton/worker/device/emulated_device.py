@@ -67,7 +67,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
         backend=registered.backend,
         constraints=constraints,
         summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks, tier, disk)}",
-        tier=tier,
+        host_tier=tier,
         disk=disk,
         blocks=StagedBlocks(layout.block_bytes, host_copies(kv), CopyThread()),
         close_memory=registered.close,

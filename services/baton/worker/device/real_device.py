@@ -115,7 +115,7 @@ def _open_in_compute_thread(
         summary=f"{_device_text(loaded)}, {num_threads} threads, {kv_text}, {backend.name}{draft_text}",
         close_memory=registered.close,
         draft=draft_device,
-        tier=tier,
+        host_tier=tier,
         disk=disk,
         blocks=StagedBlocks(layout.block_bytes, copies_to, CopyThread()),
         costs_key=step_costs_key(

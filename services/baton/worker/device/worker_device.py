@@ -48,7 +48,7 @@ class Device:
     costs: step costs that are known without measuring; None otherwise
     costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
     draft: the draft model; None without one
-    tier, disk: the host tier of the KV and the disk tier; None without one
+    host_tier, disk: the host tier of the KV and the disk tier; None without one
     blocks: copies blocks as bytes, for exports and imports; None if the device cannot
     """
 
@@ -62,7 +62,7 @@ class Device:
     costs: StepCostModel | None = None
     costs_key: str = ""
     draft: DraftDevice | None = None
-    tier: HostTier | None = None
+    host_tier: HostTier | None = None
     disk: DiskTier | None = None
     blocks: StagedBlocks | None = None
 
@@ -72,7 +72,7 @@ class Device:
         if self.draft is not None:
             await self.draft.executor.aclose()
         await self.backend.aclose()
-        for copying in (self.tier, self.disk, self.blocks):
+        for copying in (self.host_tier, self.disk, self.blocks):
             if copying is not None:
                 await copying.aclose()
         self.constraints.close()
