@@ -99,21 +99,22 @@ class SessionCluster:
 
     def __init__(self, tiers: SimTiers, eviction: Eviction, seed: int) -> None:
         """Use it inside a virtual-time loop, after `start`."""
-        config = ClusterConfig(
-            prefill=tiers.pairs,
-            decode=tiers.pairs,
-            hybrid=tiers.workers,
-            log_dir=None,
-            policy=tiers.policy,
-            block_size_tokens=BLOCK_SIZE_TOKENS,
-            host_kv_memory=tiers.host_blocks * BLOCK_BYTES,
-            disk_kv=Path("simulated") if tiers.disk_blocks else None,
-            disk_kv_size=tiers.disk_blocks * BLOCK_BYTES or None,
-            kv_eviction=eviction,
-            kv_retain_memory=None if tiers.retain_blocks is None else tiers.retain_blocks * BLOCK_BYTES,
-            max_num_batched_tokens=256,
-            max_num_seqs=16,
-        )
+        settings: dict[str, Any] = {
+            "prefill": tiers.pairs,
+            "decode": tiers.pairs,
+            "hybrid": tiers.workers,
+            "log_dir": None,
+            "policy": tiers.policy,
+            "block_size_tokens": BLOCK_SIZE_TOKENS,
+            "host_kv_memory": tiers.host_blocks * BLOCK_BYTES,
+            "disk_kv": Path("simulated") if tiers.disk_blocks else None,
+            "disk_kv_size": tiers.disk_blocks * BLOCK_BYTES or None,
+            "kv_eviction": eviction,
+            "kv_retain_memory": None if tiers.retain_blocks is None else tiers.retain_blocks * BLOCK_BYTES,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+        }
+        config = ClusterConfig(**settings)
         cost = DeviatingCost()
         block_s = BLOCK_SIZE_TOKENS * cost.per_token_s
         model = SimModel(
