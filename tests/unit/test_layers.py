@@ -29,7 +29,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("baton.model", "baton.transfer.*_backend", "baton.worker.device.kv_path_pair"),
     "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),
-    "xxhash": ("baton.worker.disk.disk_format",),
+    "xxhash": ("baton.worker.disk.disk_format", "baton.worker.prefix_files.prefix_format"),
     "yaml": ("baton.runtime",),
     "opentelemetry": ("baton.runtime.observability.otlp",),
 }

@@ -359,6 +359,10 @@ class AdminApi(Protocol):
         """
         ...
 
+    async def check_import(self, caller: Caller) -> None:
+        """Raise Refused if the caller may not import caches. Called before anything is read from it."""
+        ...
+
     async def import_cache(
         self, tenant: str, worker_id: str, parts: AsyncIterator[bytes], caller: Caller
     ) -> ImportedPrefix:

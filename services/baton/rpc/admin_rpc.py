@@ -67,6 +67,7 @@ class AdminServicer(pb_grpc.AdminServicer):
         self, messages: AsyncIterator[pb.ImportCacheRequest], context: Context
     ) -> AsyncIterator[pb.ImportCacheResponse]:
         async with client_errors_as_status(context):
+            await self._api.check_import(caller_of(context))
             first = await anext(messages, None)
             if first is None or not first.HasField("target"):
                 raise invalid("the first message of an import must have `target`")

@@ -192,6 +192,7 @@ async def test_request_bodies_have_all_fields(api: str, prompts: str) -> None:
         "return_token_ids": True,
         "timeline": True,
         "priority": 3,
+        "session": "s",
         "slo": {"ttft_ms": 1500.0, "tpot_ms": 250.0},
         "user": "me",
     }

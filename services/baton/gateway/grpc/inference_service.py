@@ -273,6 +273,9 @@ class AdminService:
         log.info("export_requested", tenant=tenant, key=identity.name, num_prompt_tokens=len(ids))
         await self._service.prefixes.export_file(ids, salt, write)
 
+    async def check_import(self, caller: Caller) -> None:
+        self._check_operator(caller, "import caches")
+
     async def import_cache(
         self, tenant: str, worker_id: str, parts: AsyncIterator[bytes], caller: Caller
     ) -> ImportedPrefix:
