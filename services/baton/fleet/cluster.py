@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from baton.runtime import logging
 from baton.runtime.config.config_base import Config, derive, dump
 from baton.runtime.config.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from baton.runtime.config.worker_settings import DRAFT_PREFIX, draft_model_of
-from baton.runtime.network.addresses import choose_port, join_address, local_host
+from baton.runtime.network.addresses import choose_port, join_address, local_host, reserve_port
 from baton.runtime.process.process_end import describe_exit
 from baton.store.redis.private_redis import START_S, redis_command
 
@@ -71,6 +72,7 @@ class Cluster:
         self._worker_began_s: dict[str, float] = {}
         self._has_served = False
         self._http_port = self._grpc_port = self._admin_port = 0
+        self._reserved: list[socket.socket] = []
         self.http_url = self.view_url = ""
         self.grpc_address = ""
 
@@ -139,6 +141,8 @@ class Cluster:
             except Exception as error:
                 log.error("stop_failed", exc_info=error)
                 self._notify(f"while stopping: {str(error) or type(error).__name__}")
+        while self._reserved:
+            self._reserved.pop().close()
 
     @property
     def parts(self) -> list[str]:
@@ -150,14 +154,21 @@ class Cluster:
 
     def _choose_ports(self) -> None:
         config = self._config
-        self._http_port = choose_port(config.host, config.http_port, flag="--http-port")
-        self._grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
-        self._admin_port = choose_port(config.host, _wanted_admin_port(config), flag="--admin-port")
+        self._http_port = self._reserve_port(config.host, config.http_port, flag="--http-port")
+        self._grpc_port = self._reserve_port(config.host, config.grpc_port, flag="--grpc-port")
+        self._admin_port = self._reserve_port(config.host, _wanted_admin_port(config), flag="--admin-port")
         scheme = "http" if config.front_tls_pair is None else "https"
         host = local_host(config.host)
         self.http_url = f"{scheme}://{join_address(host, self._http_port)}"
         self.grpc_address = join_address(host, self._grpc_port)
         self.view_url = f"{scheme}://{join_address(host, self._admin_port)}/"
+
+    def _reserve_port(self, host: str, port: int, *, flag: str) -> int:
+        """Return `port`, or a free one for 0, which is the cluster's until `close`."""
+        reserved = reserve_port(host, port, flag=flag)
+        self._reserved.append(reserved)
+        number: int = reserved.getsockname()[1]
+        return number
 
     async def _resolve_model(self) -> str:
         """Return the model that workers load: a local directory, or its name on an existing Ray cluster.
@@ -201,7 +212,7 @@ class Cluster:
             host=host,
             advertise_host=self._advertise_host,
             redis_url=redis_url,
-            rpc_port=choose_port(host, 0, flag="--rpc-port"),
+            rpc_port=self._reserve_port(host, 0, flag="--rpc-port"),
             admin_port=self._services_admin_port,
             log_dir=self._log_dir,
         )

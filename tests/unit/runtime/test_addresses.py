@@ -12,6 +12,7 @@ from baton.runtime.network.addresses import (
     listen,
     outward_address,
     own_addresses,
+    reserve_port,
 )
 from tests.free_port import free_port
 
@@ -40,6 +41,24 @@ def test_choose_port_returns_the_given_port_or_a_free_one() -> None:
     assert free > 0
     reserved = free_port("127.0.0.1")
     assert choose_port("127.0.0.1", reserved, flag="--http-port") == reserved
+
+
+def test_reserved_port_is_for_servers_of_baton_only() -> None:
+    with reserve_port("127.0.0.1", 0, flag="--http-port") as reserved:
+        port = reserved.getsockname()[1]
+        for _ in range(2):  # the second one stands for a server that was started again
+            with (
+                listen("127.0.0.1", port, flag="--http-port"),
+                socket.create_connection(("127.0.0.1", port), timeout=5),
+            ):
+                pass
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+
+
+def test_reserving_a_used_port_is_an_error() -> None:
+    with listen("127.0.0.1", 0, flag="--x") as server, pytest.raises(ConfigError, match="is in use"):
+        reserve_port("127.0.0.1", server.getsockname()[1], flag="--http-port")
 
 
 def test_listen_on_an_address_of_another_machine_is_refused() -> None:
