@@ -12,10 +12,14 @@ WORTH_RATIO = 4.0
 Most of it is never used again, so the gain must pay for several copies."""
 MAX_STEP_DELAY = 0.02
 """Largest share by which copies out may delay steps."""
+DISPLACED_S = 0.0025
+"""Time for which a copy delays steps besides its own: its threads take cores from those that compute, and its
+data takes the caches. `python -m bench kv_copies` measured up to 2.6 ms on two cores."""
 COPY_BYTES = 2**20
-"""Bytes of one copy out: the longest that a step may have to share the memory with one."""
+"""Bytes of one copy out whose speed is not known."""
 MAX_COPY_S = 0.002
-"""Time of one copy to the host tier: the longest that a reload waits for one."""
+"""Time of one copy to the host tier: the longest that a reload waits for one, and that a step may have to
+share the memory with one."""
 MAX_COPYING_SHARE = 0.25
 """Share of the allocatable blocks that may be in a copy out. The others stay available to sequences."""
 RELOAD_GAIN = 1.25
@@ -55,16 +59,14 @@ def max_copied_blocks(num_allocatable: int, block_bytes: int, block_s: float | N
 
     block_s: time to copy one, if reloads wait for copies; None if they do not, or if it is unknown
     """
-    most = max(1, COPY_BYTES // block_bytes)
-    if block_s:
-        most = min(most, max(1, int(MAX_COPY_S / block_s)))
+    most = max(1, int(MAX_COPY_S / block_s) if block_s else COPY_BYTES // block_bytes)
     return min(most, int(MAX_COPYING_SHARE * num_allocatable))
 
 
 def pause_after_s(copy_s: float, *, is_busy: bool) -> float:
-    """Return how long to wait after a copy of `copy_s` seconds. While steps run, copies take
-    `MAX_STEP_DELAY` of the time at most, even if a copy stops a step completely."""
-    return copy_s * (1 / MAX_STEP_DELAY - 1) if is_busy else 0.0
+    """Return how long to wait after a copy of `copy_s` seconds. While steps run, copies and what they
+    displace take `MAX_STEP_DELAY` of the time at most, even if a copy stops a step completely."""
+    return (copy_s + DISPLACED_S) * (1 / MAX_STEP_DELAY - 1) if is_busy else 0.0
 
 
 def reload_pays(*, compute_s: float | None, reload_s: float | None) -> bool:

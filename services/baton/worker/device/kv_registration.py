@@ -90,6 +90,8 @@ def register_host_memory(
         with _nixl_required():
             backend = NixlBackend.over(memory, worker=worker, layout=layout, tier=slots, **_nixl_settings(config))
     memory.prefault()
+    if slots is not None:
+        slots.prefault()
 
     def close() -> None:
         memory.close()

@@ -9,6 +9,7 @@ shortly before the device evicts them.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import Tier
@@ -16,6 +17,9 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.tiers.copy_policy import block_compute_s, is_worth_copying, max_copied_blocks, pause_after_s
 from baton.engine.tiers.kv_tier import BlockToStore, KvTier
+
+MAX_OWED_S = 1.0
+"""Longest rest of a pause that the copies of a preempted sequence do not wait for."""
 
 
 class CopyOut:
@@ -53,7 +57,8 @@ class CopyOut:
         self._reused: OrderedDict[int, None] = OrderedDict()
         self._others: OrderedDict[int, None] = OrderedDict()
         self._queues = (self._demoted, self._announced, self._reused, self._others)
-        self._woken = asyncio.Event()
+        self._woken, self._demotion = asyncio.Event(), asyncio.Event()
+        self._owed_s = 0.0
         pool.add_listener(self)
         pool.on_freed(self._wake)
         pool.on_forgotten(lambda _: self._wake())
@@ -74,6 +79,7 @@ class CopyOut:
         for block_id in block_ids:
             self._forget(block_id)
             self._demoted[block_id] = None
+        self._demotion.set()
         self._wake()
 
     def withdrawn(self, block_hash: BlockHash) -> None:
@@ -93,10 +99,28 @@ class CopyOut:
                     self._pool.end_copy([block.block_id for block in batch])
                 self._on_stored()
                 busy_s = self._tier.stores_busy_s - before_s
-                await asyncio.sleep(pause_after_s(busy_s, is_busy=self._is_busy()))
+                await self._pause(pause_after_s(busy_s, is_busy=self._is_busy()))
                 if not num_stored:  # no slot is idle, or copies fail: wait until more blocks become idle
                     self._woken.clear()  # the end of this copy has set it
                     break
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait. Blocks of a preempted sequence, which may be evicted soon, end the wait.
+
+        What is left of it follows after their copy. It is at most `MAX_OWED_S`, so steps are delayed no more
+        over a second or two.
+        """
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + (seconds + self._owed_s if seconds else 0.0)
+        self._owed_s = 0.0
+        while (left_s := ends_s - loop.time()) > 0:
+            if self._demoted and left_s <= MAX_OWED_S:
+                self._owed_s = left_s
+                return
+            self._demotion.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s - MAX_OWED_S if self._demoted else left_s):
+                    await self._demotion.wait()
 
     def next_batch(self) -> list[BlockToStore]:
         """Take the blocks that are copied next, and keep them from being reallocated."""

@@ -1,0 +1,124 @@
+"""When `CopyOut` copies: steps lose a small share of the time, and preempted blocks do not wait."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from baton.core.kv.kv_events import Tier
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S, MAX_STEP_DELAY
+from baton.engine.tiers.kv_tier import BlockToStore
+from baton.worker.tiers.copy_out import MAX_OWED_S, CopyOut
+from tests.fake_executor import FakeGenerationTable
+from tests.unit.engine.pool_helpers import stored_chain
+from tests.unit.worker.virtual_loop import virtual
+
+COPY_S = 0.002
+"""Time of a copy, which has one block."""
+PAUSE_S = (COPY_S + DISPLACED_S) * (1 / MAX_STEP_DELAY - 1)
+NUM_BLOCKS = 64
+
+
+class TimedTier:
+    """A tier whose copies take `COPY_S`. It records when each one began, and of which block."""
+
+    tier = Tier.HOST
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[float, int]] = []
+        self.stores_busy_s = 0.0
+
+    def holds(self, _block_hash: bytes) -> bool:
+        return False
+
+    def load_s(self, num_blocks: int) -> float:
+        return COPY_S * num_blocks
+
+    def store_s(self, num_blocks: int) -> float:
+        return COPY_S * num_blocks
+
+    async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        self.copies += [(asyncio.get_running_loop().time(), block.block_id) for block in blocks]
+        await asyncio.sleep(COPY_S * len(blocks))
+        self.stores_busy_s += COPY_S * len(blocks)
+        return len(blocks)
+
+
+class Rig:
+    """A pool whose blocks become idle, and the copies of them while steps run."""
+
+    def __init__(self, *, is_busy: bool = True) -> None:
+        self.pool = BlockPool(NUM_BLOCKS, 4, FakeGenerationTable(NUM_BLOCKS))
+        self.tier: Any = TimedTier()
+        self.copy_out = CopyOut(
+            self.pool,
+            self.tier,
+            block_bytes=COPY_BYTES,
+            chunk_tokens=64,
+            costs=lambda: None,
+            is_busy=lambda: is_busy,
+        )
+        self.block_ids = stored_chain(self.pool, tuple(bytes([n]) * 16 for n in range(1, NUM_BLOCKS + 1)))
+        self._running = asyncio.create_task(self.copy_out.run())
+
+    def used_twice(self, block_ids: Sequence[int]) -> None:
+        self.pool.count_use(block_ids)
+        self.pool.unref(block_ids)
+
+    def preempted(self, block_ids: Sequence[int]) -> None:
+        self.pool.unref(block_ids)
+        self.copy_out.demote(block_ids)
+
+    async def copied_after(self, seconds: float) -> list[int]:
+        """Return the blocks that were copied within this time."""
+        known = len(self.tier.copies)
+        await asyncio.sleep(seconds)
+        return [block_id for _, block_id in self.tier.copies[known:]]
+
+    async def end(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("is_busy", "between_s"), [(True, PAUSE_S + COPY_S), (False, COPY_S)])
+def test_copies_pause_while_steps_run(is_busy: bool, between_s: float) -> None:
+    @virtual
+    async def run() -> None:
+        rig = Rig(is_busy=is_busy)
+        rig.used_twice(rig.block_ids[:10])
+        await asyncio.sleep(20 * between_s)
+        began_s = [at_s for at_s, _ in rig.tier.copies]
+        assert len(began_s) == 10
+        assert [after - at for at, after in pairwise(began_s)] == pytest.approx([between_s] * 9)
+        await rig.end()
+
+    run()
+
+
+@virtual
+async def test_preempted_blocks_do_not_wait_for_a_pause() -> None:
+    rig = Rig()
+    rig.used_twice(rig.block_ids[:20])
+    await asyncio.sleep(2.5 * (PAUSE_S + COPY_S))
+    assert await rig.copied_after(0.1 * PAUSE_S) == []
+    preempted = rig.block_ids[-3:]
+    rig.preempted(preempted)
+    assert await rig.copied_after(4 * COPY_S) == preempted
+    owed_s = 3 * PAUSE_S
+    assert await rig.copied_after(owed_s) == [], "the pauses that were left out follow"
+    assert await rig.copied_after(2 * PAUSE_S) != []
+    await rig.end()
+
+
+@virtual
+async def test_preempted_blocks_delay_steps_no_more_in_the_long_run() -> None:
+    rig = Rig()
+    rig.preempted(rig.block_ids)
+    seconds = 10.0
+    num_copied = len(await rig.copied_after(seconds))
+    assert num_copied * (COPY_S + DISPLACED_S) <= MAX_STEP_DELAY * (seconds + MAX_OWED_S + 2 * PAUSE_S)
+    assert num_copied > 10
+    await rig.end()
