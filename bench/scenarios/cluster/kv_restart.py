@@ -4,9 +4,10 @@ python -m bench kv_restart --out DIR [--models demo,tiny-42m] [--prompts 10] [--
 
 One prefill and one decode worker run the model on this machine. Each repeat starts with an empty disk. It
 sends each prompt twice, waits until all blocks are on the disk, and sends each once more: this is *warm*, and
-finds its prefix in device memory. Then all processes end, and new ones start. Each prompt is sent again:
-*restarted*, which finds its prefix on the disk. At last as many new prompts are sent (*new*). Requests run
-one after the other. Answers must have the same tokens each time.
+finds its prefix in device memory. Then all processes end, and new ones start. Each prompt is sent twice:
+*restarted*, whose KV comes from the disk, and *again*, which shows what is due to the new processes. At last
+as many new prompts are sent (*new*). Requests run one after the other. Answers must have the same tokens each
+time.
 """
 
 import argparse
@@ -36,7 +37,7 @@ NUM_OUTPUTS = 16
 KV_BYTES = 512 * 2**20
 BLOCK_SIZE_TOKENS = 16
 STORED_S, STORED_POLL_S = 120.0, 0.2
-PHASES = ("warm", "restarted", "new")
+PHASES = ("warm", "restarted", "again", "new")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def one_repeat(arguments: argparse.Namespace, model: Path, out: Path, seed: int)
         found["warm"] = answers(running, prompts)
     with processes_up(prefill=1, decode=1, logs=out / "logs", **settings) as running:
         found["restarted"] = answers(running, prompts)
+        found["again"] = answers(running, prompts)
         found["new"] = answers(running, random_prompts(arguments.prompts, arguments.tokens, size, rng))
     if not first.tokens == found["warm"].tokens == found["restarted"].tokens:
         raise SystemExit(f"the tokens after the restart differ; logs in {out}")

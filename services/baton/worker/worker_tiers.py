@@ -18,6 +18,7 @@ from baton.worker.tiers.prefetches import Prefetches
 from baton.worker.tiers.reloads import Reloads
 from baton.worker.tiers.retention import Retention
 from baton.worker.tiers.slower_tiers import SlowerTiers
+from baton.worker.tiers.warm_start import WarmStart
 from baton.worker.worker_parts import WorkerParts
 
 
@@ -43,6 +44,7 @@ class WorkerTiers:
         returned: `EngineLoop.returned`. on_stored: called when the content of a tier has changed.
         """
         self.tiers = parts.tiers
+        self._engine, self._costs = engine, costs
         self._pool, self._layout, self._tasks = parts.pool, parts.executor.layout, tasks
         chunk_tokens = parts.engine_config.max_num_batched_tokens
         self.retention = Retention(
@@ -130,7 +132,13 @@ class WorkerTiers:
             self.prefetches.close()
 
     async def _copy_out(self, copy_out: CopyOut, tier: HostTier | DiskTier, on_measured: Callable[[], None]) -> None:
-        """Measure a tier, then copy idle blocks into it until this task is cancelled."""
+        """Measure a tier, then copy idle blocks into it until this task is cancelled.
+
+        What an earlier process has left on the disk is loaded meanwhile.
+        """
         await tier.measure(self._pool.num_blocks)
         on_measured()
+        if isinstance(tier, DiskTier) and self.reloads is not None:
+            warm_start = WarmStart(engine=self._engine, disk=tier, reloads=self.reloads, costs=self._costs)
+            self._tasks.start(warm_start.run(), name="worker-warm-start")
         await copy_out.run()

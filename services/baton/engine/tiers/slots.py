@@ -13,6 +13,7 @@ Free slots are reallocated first, then slots with content in the order of an `Ev
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash
@@ -100,6 +101,10 @@ class TierSlots:
     def all_hashes(self) -> Iterator[BlockHash]:
         """Yield the hashes of all content."""
         return (content.block_hash for content in self._content.values())
+
+    def filled_last(self, count: int) -> list[BlockToStore]:
+        """Return the content of the `count` slots that got theirs last, the oldest first."""
+        return list(islice(reversed(self._content.values()), max(0, count)))[::-1]
 
     def hashes_of_tenant(self, tenant_root: BlockHash) -> list[BlockHash]:
         """Return the hashes of all content of a tenant, or of one that is not known.

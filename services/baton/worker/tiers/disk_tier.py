@@ -170,6 +170,14 @@ class DiskTier:
     async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
         return await self._calls.to_its_end(self._load(hashes, block_ids))
 
+    async def load_unused(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+        """Load content that no request has asked for. Otherwise as `load`; it does not count as a use."""
+        return await self._calls.to_its_end(self._load(hashes, block_ids, is_use=False))
+
+    def written_last(self, count: int) -> list[BlockToStore]:
+        """Return the `count` blocks that were written last, the oldest first. `block_id` means nothing."""
+        return self.slots.filled_last(count)
+
     def count_use(self, block_hash: BlockHash) -> None:
         if (slot := self.slots.slot_of(block_hash)) is not None:
             self.slots.count_use((slot,))
@@ -272,7 +280,7 @@ class DiskTier:
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int] | None) -> int:
+    async def _load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int] | None, *, is_use: bool = True) -> int:
         """Load the leading blocks that are known. block_ids: None loads into the staging buffer only."""
         slots = self.slots.lookup(hashes if block_ids is None else hashes[: len(block_ids)])
         if not slots:
@@ -290,7 +298,8 @@ class DiskTier:
         num_loaded = self._num_valid(expected, [is_loaded for part in loaded for is_loaded in part])
         self._throughput.end(sum(map(sum, loaded)) * self.block_bytes, loop.time())
         if block_ids is not None:
-            self.slots.count_use(slots[:num_loaded])
+            if is_use:
+                self.slots.count_use(slots[:num_loaded])
             self.totals.loaded_blocks += num_loaded
             self.totals.loaded_bytes += num_bytes
             self.totals.load_s += loop.time() - began_s
