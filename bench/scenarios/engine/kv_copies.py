@@ -3,10 +3,10 @@
 python -m bench kv_copies --out DIR [--models demo,tiny-42m,qwen3-0.6b] [--batch 8]
 [--seconds 60] [--repeats 3]
 
-One engine with both cores decodes a batch in this process. Meanwhile the modes take turns of TURN_S seconds:
+One engine with all cores decodes a batch in this process. Meanwhile the modes take turns of TURN_S seconds:
 
 none: no copies.
-host, disk: copies to that tier one after the other, with the pauses of a worker. A worker copies less: only
+host, disk, host and disk: copies to these tiers, with the pauses of a worker. A worker copies less: only
 while it has blocks that are worth it.
 host without pauses: what the pauses prevent.
 
@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 
@@ -32,11 +32,12 @@ from baton.engine.engine import Engine, unknown_costs
 from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
-from baton.engine.tiers.copy_policy import MAX_COPY_S, max_copied_blocks, pause_after_s
+from baton.engine.tiers.copy_policy import DISPLACED_S, MAX_COPY_S, max_copied_blocks
 from baton.engine.tiers.kv_tier import BlockToStore
 from baton.runtime.process.process import frozen_heap
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
+from baton.worker.tiers.copy_pacing import CopyPacing
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from bench.scenarios.cluster.goodput import model_directory
@@ -47,12 +48,14 @@ from bench.systems.baton_cluster import machine, table
 from bench.systems.bench_worker import worker_config
 from bench.systems.engines import THREADS, sequence_requests, vocabulary
 
-NONE, HOST, DISK, UNPAUSED = "none", "host", "disk", "host without pauses"
-MODES = (HOST, DISK, UNPAUSED)
+NONE, HOST, DISK, BOTH, UNPAUSED = "none", "host", "disk", "host and disk", "host without pauses"
+MODES = (HOST, DISK, BOTH, UNPAUSED)
 TURN_S = 1.0
 PROMPT_TOKENS, MAX_OUTPUTS = 64, 3000
 MAX_MODEL_LEN = 4096
 KV_GIB, TIER_BYTES = 2, 256 * 2**20
+
+Tiers = HostTier | DiskTier
 
 
 class StepTurns:
@@ -81,51 +84,56 @@ class StepTurns:
         return {mode: statistics.fmean(delays) for mode, delays in found.items()}
 
 
-async def copy_repeatedly(
-    device: Device, tier: HostTier | DiskTier, numbers: Iterator[int], *, is_paused: bool
-) -> None:
+async def copy_repeatedly(device: Device, tier: Tiers, numbers: Iterator[int], pacing: CopyPacing) -> None:
     """Copy blocks of the upper half of the device to `tier` until cancelled. They replace older copies.
-
-    It starts at a random moment of a pause, so that a turn has no more copies than any other time.
 
     numbers: of the copies; each has content of its own
     """
     pool = device.pool
-    first = pool.num_blocks // 2
-    await asyncio.sleep(random.random() * pause_after_s(MAX_COPY_S, is_busy=is_paused))
+    first, num_before = pool.num_blocks // 2, 0
     while True:
+        await asyncio.sleep(pacing.wait_s(is_urgent=False))
+        block_s = tier.store_s(1) if isinstance(tier, HostTier) else None
+        num_before = max_copied_blocks(pool.num_blocks, tier.block_bytes, block_s, num_before=num_before)
         blocks = [
             BlockToStore(
                 block_id=first + number % (pool.num_blocks - first),
                 block_hash=number.to_bytes(HASH_BYTES, "big"),
                 is_announced=False,
             )
-            for number in islice(numbers, max_copied_blocks(pool.num_blocks, tier.block_bytes, tier.store_s(1)))
+            for number in islice(numbers, num_before)
         ]
         before_s = tier.stores_busy_s
         if not await tier.store(blocks):
             raise SystemExit(f"no block was copied to the {tier.tier.value}; see the log")
-        await asyncio.sleep(pause_after_s(tier.stores_busy_s - before_s, is_busy=is_paused))
+        pacing.charge(tier.stores_busy_s - before_s)
 
 
 async def take_turns(device: Device, steps: StepTurns, seconds: float) -> None:
     """Let the modes take turns for about `seconds`, with a turn without copies between any two."""
     assert device.host_tier is not None
     assert device.disk is not None
-    tiers: dict[str, HostTier | DiskTier] = {HOST: device.host_tier, UNPAUSED: device.host_tier, DISK: device.disk}
+    tiers: dict[str, tuple[Tiers, ...]] = {
+        HOST: (device.host_tier,),
+        DISK: (device.disk,),
+        BOTH: (device.host_tier, device.disk),
+        UNPAUSED: (device.host_tier,),
+    }
     numbers = count(1)
     for turn in range(max(len(MODES), int(seconds / TURN_S / 2))):
         mode = MODES[turn % len(MODES)]
         steps.begin(NONE)
         await asyncio.sleep(TURN_S)
-        copies = asyncio.create_task(copy_repeatedly(device, tiers[mode], numbers, is_paused=mode != UNPAUSED))
+        pacing = CopyPacing(partial(bool, mode != UNPAUSED))
+        pacing.charge(random.random() * (MAX_COPY_S + DISPLACED_S))  # a turn has no more copies than other times
+        copies = [asyncio.create_task(copy_repeatedly(device, tier, numbers, pacing)) for tier in tiers[mode]]
         steps.begin(mode)
         await asyncio.sleep(TURN_S)
-        if copies.done():
-            copies.result()
-        copies.cancel()
-        with suppress(asyncio.CancelledError):
-            await copies
+        for task in copies:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
     steps.begin(NONE)
     await asyncio.sleep(TURN_S)
 

@@ -73,6 +73,7 @@ class SimDisk:
         self.store.defects += defects
         self._runner = _SimDiskRunner(self, opened)
         return DiskTier(
+            shares_cores=False,
             worker=worker,
             store=self.store,
             block_bytes=block_bytes,

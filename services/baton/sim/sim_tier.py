@@ -44,6 +44,7 @@ class SimTierMemory:
         is_reused: see `SimCopies`.
         """
         return HostTier(
+            shares_cores=False,
             worker=worker,
             num_slots=self.memory.num_blocks,
             block_bytes=block_bytes,

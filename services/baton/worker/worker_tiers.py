@@ -11,6 +11,7 @@ from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.jobs.leg import chain_tenant
 from baton.worker.tiers.clear_tenant import clear_tenant
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.copy_pacing import CopyPacing
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.preempted_kv import PreemptedKv
@@ -57,6 +58,7 @@ class WorkerTiers:
             costs=costs,
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        pacing = CopyPacing(lambda: not engine.is_idle)
         self.copies_out = [
             CopyOut(
                 parts.pool,
@@ -64,7 +66,7 @@ class WorkerTiers:
                 block_bytes=tier.block_bytes,
                 chunk_tokens=chunk_tokens,
                 costs=costs,
-                is_busy=lambda: not engine.is_idle,
+                pacing=pacing,
                 on_stored=on_stored,
                 to_copy=self.retention.to_copy if tier is parts.host_tier else lambda: None,
             )

@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.core.client_api import ClusterStatus
 from tests.cluster import ProcessCluster, process_cluster
+from tests.cluster_security import ADMIN
 from tests.times import LONG_TIMES
 
 BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
@@ -19,10 +21,17 @@ BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
-async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
-    """Run a command. Returns (exit code, standard output, standard error)."""
+async def baton(cluster: ProcessCluster, *args: str, user: str = ADMIN) -> tuple[int, str, str]:
+    """Run a command, with the API key of `user` if the cluster has keys.
+
+    Returns (exit code, standard output, standard error).
+    """
+    secured = cluster.secured
+    access = [] if secured is None else ["--api-key", secured.keys[user], "--gateway-ca", str(secured.ours.file)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton.cli", *args, "--gateway", cluster.grpc_address, stdout=PIPE, stderr=PIPE
+        *(sys.executable, "-m", "baton.cli", *args, "--gateway", cluster.grpc_address, *access),
+        stdout=PIPE,
+        stderr=PIPE,
     )
     async with asyncio.timeout(60):
         out, errors = await process.communicate()
@@ -144,8 +153,56 @@ async def test_exported_prefix_is_reused_after_a_clear_and_an_import(tmp_path: P
         assert "the file is damaged: the checksum of KV block" in errors
 
 
-async def complete(cluster: ProcessCluster, prompt: str) -> Any:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+@pytest.mark.slow
+async def test_tenants_export_from_disks_with_tls_and_keys(tmp_path: Path) -> None:
+    """The devices are so small that other prompts evict the exported one. A disk still has it."""
+    prompt, path = "def f(x):\n    return x + 1\n\n\n" * 16 + "import os", tmp_path / "prefix.kv"
+    first_path = tmp_path / "first.kv"
+    settings = {"kv_memory": 128 * BLOCK_BYTES, "max_model_len": 1024, "disk_kv": str(tmp_path / "kv")}
+    async with process_cluster(
+        prefill=1, decode=1, tenants=("alice", "eve"), disk_kv_size=64 * 2**20, **settings, **LONG_TIMES
+    ) as cluster:
+        before = await complete(cluster, prompt, user="alice")
+        await complete(cluster, prompt, user="alice")
+        num_tokens = before["usage"]["prompt_tokens"] // 16 * 16
+        assert num_tokens < before["usage"]["prompt_tokens"], "the last full block is used twice, too"
+        export = ("cache", "export", "--prompt", prompt, "--out")
+        code, _, errors = await baton(cluster, *export, str(path), "--tenant", "alice", user="alice")
+        assert code == 1, "it is no key of an admin"
+        assert "admin" in errors
+        assert (await baton(cluster, *export, str(path), "--tenant", "eve"))[0] == 1, "she has no such prefix"
+        code, _, errors = await baton(cluster, *export, str(first_path), "--tenant", "alice")
+        assert code == 0, errors
+
+        def is_on_disk(status: ClusterStatus) -> bool:
+            held = [tier.held for worker in status.workers for tier in worker.tiers if tier.tier == "disk"]
+            return max(held) >= num_tokens // 16
+
+        await cluster.until(is_on_disk, 60.0, "the prompt is on a disk")
+        for number in range(12):
+            await complete(cluster, f"# {number}\n" + prompt[: -8 * number or None], user="eve")
+        code, out, errors = await baton(cluster, *export, str(path), "--tenant", "alice")
+        assert code == 0, errors
+        assert out.startswith(f"exported {num_tokens} of {before['usage']['prompt_tokens']} prompt tokens from ")
+        assert path.read_bytes() == first_path.read_bytes()
+
+        assert (await baton(cluster, "cache", "clear", "--tenant", "alice"))[0] == 0
+        load = ("cache", "import", str(path), "--tenant")
+        assert (await baton(cluster, *load, "alice", user="alice"))[0] == 1, "it is no key of an admin"
+        code, out, errors = await baton(cluster, *load, "alice", "--worker", "p0")
+        assert code == 0, errors
+        assert out.startswith(f"{num_tokens} of {num_tokens} tokens")
+        assert (await baton(cluster, *load, "eve"))[0] == 1, "it is not hers"
+        after = await complete(cluster, prompt, user="alice")
+        assert after["choices"][0]["text"] == before["choices"][0]["text"]
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= num_tokens - 16
+
+
+async def complete(cluster: ProcessCluster, prompt: str, *, user: str = ADMIN) -> Any:
+    secured = cluster.secured
+    headers = {} if secured is None else {"authorization": secured.bearer(user)}
+    verify = True if secured is None else secured.trust
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60, headers=headers, verify=verify) as client:
         body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text

@@ -58,25 +58,28 @@ def test_a_block_is_computed_as_a_part_of_a_chunk(chunk_tokens: int) -> None:
     assert one_s * chunk_tokens / 16 == pytest.approx(COSTS.prefill_s(chunk_tokens, 0, chunk_tokens))
 
 
-def test_copies_take_at_most_their_share_of_the_time_while_steps_run() -> None:
+def test_copies_take_at_most_their_share_of_the_time() -> None:
     for copy_s in (1e-5, 0.002, 0.3):
-        pause_s = policy.pause_after_s(copy_s, is_busy=True)
-        delay_s = copy_s + policy.DISPLACED_S
-        assert delay_s / (delay_s + pause_s) == pytest.approx(policy.MAX_STEP_DELAY)
-        assert policy.pause_after_s(copy_s, is_busy=False) == 0.0
+        pause_s = policy.pause_after_s(copy_s)
+        assert copy_s / (copy_s + pause_s) == pytest.approx(policy.MAX_STEP_DELAY)
 
 
 @pytest.mark.parametrize(
     ("num_allocatable", "block_bytes", "most"),
-    [(1000, 64 * 1024, 16), (1000, 4 * MIB, 1), (8, 64 * 1024, 2), (3, 64 * 1024, 0), (0, 1, 0)],
+    [(1000, 64 * 1024, 128), (1000, 16 * MIB, 1), (8, 64 * 1024, 2), (3, 64 * 1024, 0), (0, 1, 0)],
 )
 def test_a_copy_is_small_and_leaves_blocks_to_sequences(num_allocatable: int, block_bytes: int, most: int) -> None:
-    assert policy.max_copied_blocks(num_allocatable, block_bytes, None) == most
+    assert policy.max_copied_blocks(num_allocatable, block_bytes, None, num_before=1000) == most
 
 
-@pytest.mark.parametrize(("block_s", "most"), [(1e-9, 250), (policy.MAX_COPY_S / 4.5, 4), (1.0, 1), (0.0, 16)])
+@pytest.mark.parametrize(("block_s", "most"), [(1e-9, 250), (policy.MAX_COPY_S / 4.5, 4), (1.0, 1), (0.0, 128)])
 def test_a_copy_for_which_reloads_wait_is_short(block_s: float, most: int) -> None:
-    assert policy.max_copied_blocks(1000, 65536, block_s) == most
+    assert policy.max_copied_blocks(1000, 65536, block_s, num_before=1000) == most
+
+
+@pytest.mark.parametrize(("num_before", "most"), [(0, 16), (3, 16), (16, 32), (200, 250)])
+def test_a_copy_is_at_most_twice_the_one_before(num_before: int, most: int) -> None:
+    assert policy.max_copied_blocks(1000, 65536, 1e-9, num_before=num_before) == most
 
 
 def test_speed_is_averaged_over_bytes() -> None:

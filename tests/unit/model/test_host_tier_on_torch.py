@@ -20,6 +20,7 @@ from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from baton.worker.disk.disk_format import file_shape
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.copy_pacing import CopyPacing
 from baton.worker.tiers.reloads import Reloads
 from baton.worker.tiers.slower_tiers import SlowerTiers
 from tests import builders
@@ -61,7 +62,7 @@ class Rig:
         self.tier = tier
         self.copy_out = CopyOut(
             self.device.pool, tier, block_bytes=tier.block_bytes, chunk_tokens=64, costs=lambda: None,
-            is_busy=lambda: False, on_stored=self.stored.set,
+            pacing=CopyPacing(lambda: False), on_stored=self.stored.set,
         )  # fmt: skip
         self.reloads = Reloads(engine=self.engine, tiers=SlowerTiers([tier]), tasks=tasks, costs=lambda: None)
 

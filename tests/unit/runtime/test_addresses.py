@@ -43,7 +43,7 @@ def test_choose_port_returns_the_given_port_or_a_free_one() -> None:
     assert choose_port("127.0.0.1", reserved, flag="--http-port") == reserved
 
 
-def test_reserved_port_is_for_servers_of_baton_only() -> None:
+def test_reserved_port_can_be_listened_on_and_is_not_free() -> None:
     with reserve_port("127.0.0.1", 0, flag="--http-port") as reserved:
         port = reserved.getsockname()[1]
         for _ in range(2):  # the second one stands for a server that was started again

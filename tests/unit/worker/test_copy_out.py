@@ -9,16 +9,17 @@ import pytest
 
 from baton.core.kv.kv_events import Tier
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S, MAX_STEP_DELAY
+from baton.engine.tiers.copy_policy import COPY_BYTES, MAX_STEP_DELAY
 from baton.engine.tiers.kv_tier import BlockToStore
-from baton.worker.tiers.copy_out import MAX_OWED_S, CopyOut
+from baton.worker.tiers.copy_out import POLL_S, CopyOut
+from baton.worker.tiers.copy_pacing import MAX_POSTPONED_S, CopyPacing
 from tests.fake_executor import FakeGenerationTable
 from tests.unit.engine.pool_helpers import stored_chain
 from tests.unit.worker.virtual_loop import virtual
 
 COPY_S = 0.002
 """Time of a copy, which has one block."""
-PAUSE_S = (COPY_S + DISPLACED_S) * (1 / MAX_STEP_DELAY - 1)
+PAUSE_S = COPY_S * (1 / MAX_STEP_DELAY - 1)
 NUM_BLOCKS = 64
 
 
@@ -28,6 +29,7 @@ class TimedTier:
     tier = Tier.HOST
 
     def __init__(self) -> None:
+        self.is_full = False
         self.copies: list[tuple[float, int]] = []
         self.stores_busy_s = 0.0
 
@@ -41,6 +43,8 @@ class TimedTier:
         return COPY_S * num_blocks
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
+        if self.is_full:
+            return 0
         self.copies += [(asyncio.get_running_loop().time(), block.block_id) for block in blocks]
         await asyncio.sleep(COPY_S * len(blocks))
         self.stores_busy_s += COPY_S * len(blocks)
@@ -51,6 +55,7 @@ class Rig:
     """A pool whose blocks become idle, and the copies of them while steps run."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
+        self.is_busy = is_busy
         self.pool = BlockPool(NUM_BLOCKS, 4, FakeGenerationTable(NUM_BLOCKS))
         self.tier: Any = TimedTier()
         self.copy_out = CopyOut(
@@ -59,7 +64,7 @@ class Rig:
             block_bytes=COPY_BYTES,
             chunk_tokens=64,
             costs=lambda: None,
-            is_busy=lambda: is_busy,
+            pacing=CopyPacing(lambda: self.is_busy),
         )
         self.block_ids = stored_chain(self.pool, tuple(bytes([n]) * 16 for n in range(1, NUM_BLOCKS + 1)))
         self._running = asyncio.create_task(self.copy_out.run())
@@ -119,6 +124,29 @@ async def test_preempted_blocks_delay_steps_no_more_in_the_long_run() -> None:
     rig.preempted(rig.block_ids)
     seconds = 10.0
     num_copied = len(await rig.copied_after(seconds))
-    assert num_copied * (COPY_S + DISPLACED_S) <= MAX_STEP_DELAY * (seconds + MAX_OWED_S + 2 * PAUSE_S)
+    assert num_copied * COPY_S <= MAX_STEP_DELAY * (seconds + MAX_POSTPONED_S + 2 * PAUSE_S)
     assert num_copied > 10
+    await rig.end()
+
+
+@virtual
+async def test_a_pause_ends_with_the_steps() -> None:
+    rig = Rig()
+    rig.used_twice(rig.block_ids[:20])
+    await asyncio.sleep(2.5 * (PAUSE_S + COPY_S))
+    rig.is_busy = False
+    assert len(await rig.copied_after(POLL_S + 17.5 * COPY_S)) == 17
+    await rig.end()
+
+
+@virtual
+async def test_blocks_that_are_preempted_after_a_failed_copy_are_copied() -> None:
+    rig = Rig()
+    rig.tier.is_full = True
+    rig.used_twice(rig.block_ids[:3])
+    await asyncio.sleep(COPY_S)
+    rig.tier.is_full = False
+    preempted = rig.block_ids[-3:]
+    rig.preempted(preempted)
+    assert (await rig.copied_after(4 * COPY_S))[:3] == preempted
     await rig.end()

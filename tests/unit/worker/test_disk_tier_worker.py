@@ -96,6 +96,7 @@ async def test_a_prefix_on_host_and_disk_comes_from_both() -> None:
         await simulated.until_clean()
 
 
+@pytest.mark.usefixtures("cold_start")
 @virtual
 async def test_corrupt_blocks_are_computed_again_and_counted() -> None:
     async with cluster() as simulated:

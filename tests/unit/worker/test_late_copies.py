@@ -10,6 +10,7 @@ from baton.core.request import SessionHints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.copy_pacing import CopyPacing
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.retention import Retention
 from baton.worker.tiers.tier_copies import HostCopies
@@ -60,7 +61,7 @@ class Rig:
             block_bytes=2**18,
             chunk_tokens=4 * SIZE,
             costs=lambda: COSTS,
-            is_busy=lambda: False,
+            pacing=CopyPacing(lambda: False),
             to_copy=self.to_copy,
         )
 

@@ -31,6 +31,7 @@ from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.disk.block_file import BlockFile
 from baton.worker.disk.disk_format import FileShape
 from baton.worker.tiers.copy_out import CopyOut
+from baton.worker.tiers.copy_pacing import CopyPacing
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.preempted_kv import PreemptedKv
@@ -190,7 +191,7 @@ class World:
                 block_bytes=2**18,
                 chunk_tokens=16,
                 costs=lambda: COSTS,
-                is_busy=lambda: False,
+                pacing=CopyPacing(lambda: False),
                 to_copy=self.retention.to_copy if tier is self.tier else lambda: None,
             )
             for tier in self.tiers

@@ -69,6 +69,10 @@ class LruOrder:
     def first(self, count: int, excluded: Set[int] = NOTHING) -> list[int]:
         return first_of(self._idle, count, excluded)
 
+    def last(self, count: int) -> list[int]:
+        """Return what is evicted last, at most `count` of it, the last first."""
+        return list(islice(reversed(self._idle), max(0, count)))
+
     def copy_changed(self, block_id: int) -> None:
         """Do nothing: copies do not matter."""
 
@@ -110,6 +114,11 @@ class ReuseLruOrder:
         once = self._once.first(count, excluded)
         surplus = max(0, ceil(len(self._once) - self._most_once))
         return [*once[:surplus], *self._reused.first(count, excluded), *once[surplus:]][:count]
+
+    def last(self, count: int) -> list[int]:
+        """Return at most `count` blocks: those with a second use, then others, each time the last first."""
+        reused = self._reused.last(count)
+        return reused + self._once.last(count - len(reused))
 
     def copy_changed(self, block_id: int) -> None:
         """Do nothing: copies do not matter."""

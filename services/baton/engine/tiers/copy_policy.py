@@ -13,10 +13,12 @@ Most of it is never used again, so the gain must pay for several copies."""
 MAX_STEP_DELAY = 0.02
 """Largest share by which copies out may delay steps."""
 DISPLACED_S = 0.0025
-"""Time for which a copy delays steps besides its own: its threads take cores from those that compute, and its
-data takes the caches. `python -m bench kv_copies` measured up to 2.6 ms on two cores."""
+"""Time for which a copy delays steps on the same cores besides its own: its threads displace those that
+compute, and its data what they have in the caches. `python -m bench kv_copies` measured 1 to 2.6 ms."""
 COPY_BYTES = 2**20
-"""Bytes of one copy out whose speed is not known."""
+"""Bytes of the first copy out, and of a part of a load from a disk."""
+MAX_COPY_BYTES = 8 * 2**20
+"""Bytes of one copy out for which no reload waits: to a disk."""
 MAX_COPY_S = 0.002
 """Time of one copy to the host tier: the longest that a reload waits for one, and that a step may have to
 share the memory with one."""
@@ -54,19 +56,21 @@ def is_worth_copying(*, is_reused: bool, compute_s: float | None, reload_s: floa
     return compute_s is not None and reload_s is not None and compute_s >= WORTH_RATIO * reload_s
 
 
-def max_copied_blocks(num_allocatable: int, block_bytes: int, block_s: float | None) -> int:
+def max_copied_blocks(num_allocatable: int, block_bytes: int, block_s: float | None, *, num_before: int) -> int:
     """Return how many blocks one copy out may have.
 
     block_s: time to copy one, if reloads wait for copies; None if they do not, or if it is unknown
+    num_before: blocks of the copy before. It is at most doubled, because a speed may be measured wrong.
     """
-    most = max(1, int(MAX_COPY_S / block_s) if block_s else COPY_BYTES // block_bytes)
+    most = max(1, int(MAX_COPY_S / block_s) if block_s else MAX_COPY_BYTES // block_bytes)
+    most = min(most, max(2 * num_before, COPY_BYTES // block_bytes, 1))
     return min(most, int(MAX_COPYING_SHARE * num_allocatable))
 
 
-def pause_after_s(copy_s: float, *, is_busy: bool) -> float:
-    """Return how long to wait after a copy of `copy_s` seconds. While steps run, copies and what they
-    displace take `MAX_STEP_DELAY` of the time at most, even if a copy stops a step completely."""
-    return (copy_s + DISPLACED_S) * (1 / MAX_STEP_DELAY - 1) if is_busy else 0.0
+def pause_after_s(copy_s: float) -> float:
+    """Return how long to pause for a copy that used what steps need for `copy_s` seconds. Copies thus delay
+    steps by a share of `MAX_STEP_DELAY` at most, even if each stops a step completely."""
+    return copy_s * (1 / MAX_STEP_DELAY - 1)
 
 
 def reload_pays(*, compute_s: float | None, reload_s: float | None) -> bool:

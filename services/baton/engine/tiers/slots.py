@@ -13,7 +13,6 @@ Free slots are reallocated first, then slots with content in the order of an `Ev
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash
@@ -44,7 +43,7 @@ class TierSlots:
         self._pins: dict[int, int] = {}
         self._announced: dict[BlockHash, None] = {}
         self._changes: dict[BlockHash, KvEventKind] = {}
-        self._on_forgotten: list[Callable[[BlockHash], None]] = []
+        self._on_change: list[Callable[[BlockHash], None]] = []
 
     def order_by(self, order: EvictionOrder) -> None:
         """Evict content in this order from now on. Raises ValueError if there is some."""
@@ -52,9 +51,9 @@ class TierSlots:
             raise ValueError("the order of eviction cannot change while slots have content")
         self._idle = order
 
-    def on_forgotten(self, callback: Callable[[BlockHash], None]) -> None:
-        """Call `callback` with the hash of content that was evicted or discarded."""
-        self._on_forgotten.append(callback)
+    def on_change(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that can be loaded now, or that is gone."""
+        self._on_change.append(callback)
 
     def copy_changed(self, block_hash: BlockHash) -> None:
         """Record that the device has content now, or has it no more."""
@@ -102,9 +101,9 @@ class TierSlots:
         """Yield the hashes of all content."""
         return (content.block_hash for content in self._content.values())
 
-    def filled_last(self, count: int) -> list[BlockToStore]:
-        """Return the content of the `count` slots that got theirs last, the oldest first."""
-        return list(islice(reversed(self._content.values()), max(0, count)))[::-1]
+    def content_of(self, slot: int) -> BlockToStore:
+        """Return the content of a slot. Raises KeyError if it has none."""
+        return self._content[slot]
 
     def hashes_of_tenant(self, tenant_root: BlockHash) -> list[BlockHash]:
         """Return the hashes of all content of a tenant, or of one that is not known.
@@ -177,6 +176,8 @@ class TierSlots:
                     self._content[slot] = block
                     self._changed(block, KvEventKind.STORED)
                     num_filled += 1
+                    for callback in self._on_change:
+                        callback(block.block_hash)
                 else:
                     del self._by_hash[block.block_hash]
             self._release(slot)
@@ -286,7 +287,7 @@ class TierSlots:
         content = self._content.pop(slot)
         del self._by_hash[content.block_hash]
         self._changed(content, KvEventKind.EVICTED)
-        for callback in self._on_forgotten:
+        for callback in self._on_change:
             callback(content.block_hash)
 
     def _changed(self, content: BlockToStore, kind: KvEventKind) -> None:

@@ -40,8 +40,8 @@ def choose_port(host: str, port: int, *, flag: str) -> int:
 def reserve_port(host: str, port: int, *, flag: str) -> socket.socket:
     """Bind `port`, or a free one for 0, until the socket is closed. No outgoing connection gets it meanwhile.
 
-    A server that sets SO_REUSEADDR, as all of ours do, can listen on it, and again after a restart. Raises
-    ConfigError as `listen` does.
+    On Linux, a server that sets SO_REUSEADDR, as all of ours do, can listen on it, and again after a restart.
+    Raises ConfigError as `listen` does.
     """
     return _bind(host, port, flag)
 

@@ -42,8 +42,8 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     num_blocks = num_blocks_for_worker(config, layout, model.max_model_len, free)
     num_slots = num_slots_for_worker(config, layout, num_blocks, free)
     kv, registered = register_host_memory(config, worker, layout, num_blocks, num_slots)
-    tier = open_host_tier(worker, registered, kv=kv)
-    disk = open_disk_tier(config, worker, layout, host_copies(kv))
+    tier = open_host_tier(worker, registered, kv=kv, shares_cores=False)
+    disk = open_disk_tier(config, worker, layout, host_copies(kv), shares_cores=False)
     constraints = TokenConstraints(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,

@@ -38,11 +38,17 @@ def num_slots_for_worker(
 
 
 def open_host_tier(
-    worker: WorkerRef, registered: RegisteredMemory, *, kv: Bytes | None = None, copies: TierCopies | None = None
+    worker: WorkerRef,
+    registered: RegisteredMemory,
+    *,
+    kv: Bytes | None = None,
+    copies: TierCopies | None = None,
+    shares_cores: bool = True,
 ) -> HostTier | None:
     """Open the host tier; None if no memory was registered for it.
 
     kv: the device's blocks, if they are in host memory. copies: how to copy them otherwise.
+    shares_cores: see `HostTier`
     """
     tier = registered.tier
     if tier is None:
@@ -53,6 +59,7 @@ def open_host_tier(
         copies = HostCopies(kv, tier.kv)
     return HostTier(
         worker=worker,
+        shares_cores=shares_cores,
         num_slots=tier.kv.shape[0],
         block_bytes=tier.kv.shape[1],
         generations=tier.generations,

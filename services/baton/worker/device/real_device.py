@@ -207,7 +207,7 @@ def _open_kv(
     if registered.tier is None:
         return cache, registered, None, disk, copies_to
     copies = DeviceCopies(cache, registered.tier.kv, max_pinned_bytes=MAX_PINNED_TIER_BYTES)
-    return cache, registered, open_host_tier(worker, registered, copies=copies), disk, copies_to
+    return cache, registered, open_host_tier(worker, registered, copies=copies, shares_cores=False), disk, copies_to
 
 
 def _device_text(loaded: "LoadedModel") -> str:

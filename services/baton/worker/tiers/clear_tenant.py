@@ -22,6 +22,6 @@ async def clear_tenant(pool: BlockPool, tiers: Sequence[KvTier], tenant_root: Bl
             num_blocks += await tier.erase_tenant(tenant_root)
     except OSError as error:
         log.error("tenant_not_erased", problem=str(error), hint="KV of the tenant may be left on the disk")
-    else:
-        log.info("tenant_erased", num_blocks=num_blocks)
+    num_blocks += pool.forget_tenant(tenant_root)  # a load may have published some meanwhile
+    log.info("tenant_forgotten", num_blocks=num_blocks)
     return num_blocks

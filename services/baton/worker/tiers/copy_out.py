@@ -15,11 +15,12 @@ from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import Tier
 from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.tiers.copy_policy import block_compute_s, is_worth_copying, max_copied_blocks, pause_after_s
+from baton.engine.tiers.copy_policy import block_compute_s, is_worth_copying, max_copied_blocks
 from baton.engine.tiers.kv_tier import BlockToStore, KvTier
+from baton.worker.tiers.copy_pacing import CopyPacing
 
-MAX_OWED_S = 1.0
-"""Longest rest of a pause that the copies of a preempted sequence do not wait for."""
+POLL_S = 0.1
+"""Time after which a pause looks again whether steps still run."""
 
 
 class CopyOut:
@@ -36,21 +37,21 @@ class CopyOut:
         block_bytes: int,
         chunk_tokens: int,
         costs: Callable[[], StepCostModel | None],
-        is_busy: Callable[[], bool],
+        pacing: CopyPacing,
         on_stored: Callable[[], None] = lambda: None,
         to_copy: Callable[[], list[int] | None] = lambda: None,
     ) -> None:
         """Follow `pool`. `run` copies.
 
         chunk_tokens: most tokens of a step
-        is_busy: returns True while steps run, which copies must not delay
+        pacing: the pauses between copies, which all tiers of a worker share
         on_stored: called when the content of the tier has changed
         to_copy: returns the idle blocks to copy if they are worth it, besides preempted and announced ones;
             None: all
         """
         self._pool, self._tier = pool, tier
         self._block_bytes, self._chunk_tokens = block_bytes, chunk_tokens
-        self._costs, self._is_busy, self._on_stored = costs, is_busy, on_stored
+        self._costs, self._pacing, self._on_stored = costs, pacing, on_stored
         self._to_copy = to_copy
         self._demoted: OrderedDict[int, None] = OrderedDict()
         self._announced: OrderedDict[int, None] = OrderedDict()
@@ -58,7 +59,7 @@ class CopyOut:
         self._others: OrderedDict[int, None] = OrderedDict()
         self._queues = (self._demoted, self._announced, self._reused, self._others)
         self._woken, self._demotion = asyncio.Event(), asyncio.Event()
-        self._owed_s = 0.0
+        self._num_copied_before = 0
         pool.add_listener(self)
         pool.on_freed(self._wake)
         pool.on_forgotten(lambda _: self._wake())
@@ -91,42 +92,35 @@ class CopyOut:
         while True:
             await self._woken.wait()
             self._woken.clear()
+            await self._pause()
             while batch := self.next_batch():
                 before_s = self._tier.stores_busy_s
                 try:
                     num_stored = await self._tier.store(batch)
                 finally:
                     self._pool.end_copy([block.block_id for block in batch])
-                self._on_stored()
-                busy_s = self._tier.stores_busy_s - before_s
-                await self._pause(pause_after_s(busy_s, is_busy=self._is_busy()))
+                self._pacing.charge(self._tier.stores_busy_s - before_s)
                 if not num_stored:  # no slot is idle, or copies fail: wait until more blocks become idle
                     self._woken.clear()  # the end of this copy has set it
                     break
+                self._on_stored()
+                await self._pause()
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait. Blocks of a preempted sequence, which may be evicted soon, end the wait.
-
-        What is left of it follows after their copy. It is at most `MAX_OWED_S`, so steps are delayed no more
-        over a second or two.
-        """
-        loop = asyncio.get_running_loop()
-        ends_s = loop.time() + (seconds + self._owed_s if seconds else 0.0)
-        self._owed_s = 0.0
-        while (left_s := ends_s - loop.time()) > 0:
-            if self._demoted and left_s <= MAX_OWED_S:
-                self._owed_s = left_s
-                return
+    async def _pause(self) -> None:
+        """Wait until the next copy may begin. Blocks of a preempted sequence wait less: they may be lost."""
+        while (wait_s := self._pacing.wait_s(is_urgent=bool(self._demoted))) > 0:
             self._demotion.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(left_s - MAX_OWED_S if self._demoted else left_s):
+                async with asyncio.timeout(min(wait_s, POLL_S)):
                     await self._demotion.wait()
 
     def next_batch(self) -> list[BlockToStore]:
         """Take the blocks that are copied next, and keep them from being reallocated."""
         batch: list[BlockToStore] = []
         block_s = self._tier.store_s(1) if self._tier.tier is Tier.HOST else None
-        most = max_copied_blocks(self._pool.num_allocatable, self._block_bytes, block_s)
+        most = max_copied_blocks(
+            self._pool.num_allocatable, self._block_bytes, block_s, num_before=self._num_copied_before
+        )
         only = self._to_copy()
         waiting = (self._reused, self._others) if only is None else ()
         for queue in (self._demoted, self._announced, *waiting):
@@ -136,6 +130,7 @@ class CopyOut:
         for block_id in only or ():
             if len(batch) < most:
                 self._take(block_id, batch, is_demoted=False)
+        self._num_copied_before = len(batch)
         return batch
 
     def _take(self, block_id: int, batch: list[BlockToStore], *, is_demoted: bool) -> None:

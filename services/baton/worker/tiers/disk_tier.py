@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Protocol
 
 from baton.core.cluster.worker_report import TierReport
@@ -13,11 +12,12 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.retention.content_owner import NO_USE
-from baton.engine.tiers.copy_policy import COPY_BYTES
+from baton.engine.retention.eviction_order import ReuseLruOrder
+from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S
 from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
 from baton.engine.tiers.load_throughput import LoadThroughput
-from baton.engine.tiers.slots import TierSlots
+from baton.engine.tiers.slots import FIRST_USE_SHARE, TierSlots
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -93,6 +93,8 @@ class DiskTier:
         self._worker = worker
         self._generations = MemoryGenerationTable(bytearray(store.num_slots * ENTRY_BYTES), worker.worker_epoch)
         self.slots = TierSlots(store.num_slots, self._generations)
+        self._order = ReuseLruOrder(store.num_slots, FIRST_USE_SHARE)
+        self.slots.order_by(self._order)
         for header in store.held:
             self.slots.restore(header.slot, _restored(header))
         self.num_restored = len(store.held)
@@ -105,7 +107,7 @@ class DiskTier:
         self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
         self._part_blocks = max(1, min(self._load_rows.num_rows, COPY_BYTES // block_bytes))
         self._throughput, self._store_speed = LoadThroughput(), CopySpeed()
-        self._stage_s = 0.0
+        self._stage_s, self._num_stores = 0.0, 0
         self._store_turn = asyncio.Lock()
         self._store_after_s = 0.0
         self._calls = RunningCalls()
@@ -114,7 +116,9 @@ class DiskTier:
 
     @property
     def stores_busy_s(self) -> float:
-        return self._stage_s + (self._disk_runner.writes_busy_s if self._shares_cores else 0.0)
+        if not self._shares_cores:
+            return self._stage_s
+        return self._stage_s + self._disk_runner.writes_busy_s + self._num_stores * DISPLACED_S
 
     def counts(self) -> TierCounts:
         return self.slots.counts()
@@ -149,16 +153,16 @@ class DiskTier:
     async def measure(self, num_device_blocks: int) -> None:
         """Measure the speed: of loads of what an earlier process has left, else of stores to free slots.
 
-        A first load starts threads and allocates memory, so it does not count.
+        A first load starts threads and allocates memory, so it does not count. The order of eviction stays.
         """
         count = min(MEASURED_BLOCKS, self._load_rows.num_rows)
-        hashes = list(islice(self.slots.all_hashes(), 2 * count))
+        hashes = [each.block_hash for each in self.evicted_last(2 * count)]
         if not hashes:
             await self._calls.to_its_end(self._probe())
             return
-        await self._calls.to_its_end(self._load(hashes[:count], None))
-        self._throughput.forget()
         await self._calls.to_its_end(self._load(hashes[-count:], None))
+        self._throughput.forget()
+        await self._calls.to_its_end(self._load(hashes[:count], None))
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         if asyncio.get_running_loop().time() < self._store_after_s:
@@ -174,9 +178,12 @@ class DiskTier:
         """Load content that no request has asked for. Otherwise as `load`; it does not count as a use."""
         return await self._calls.to_its_end(self._load(hashes, block_ids, is_use=False))
 
-    def written_last(self, count: int) -> list[BlockToStore]:
-        """Return the `count` blocks that were written last, the oldest first. `block_id` means nothing."""
-        return self.slots.filled_last(count)
+    def evicted_last(self, count: int) -> list[BlockToStore]:
+        """Return the idle content that is evicted last, at most `count` blocks, the last first.
+
+        `block_id` means nothing.
+        """
+        return [self.slots.content_of(slot) for slot in self._order.last(count)]
 
     def count_use(self, block_hash: BlockHash) -> None:
         if (slot := self.slots.slot_of(block_hash)) is not None:
@@ -219,6 +226,7 @@ class DiskTier:
     async def _store_some(self, filling: Mapping[int, BlockToStore]) -> int:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        self._num_stores += 1
         rows, num_bytes = self._store_rows[: len(filling)], len(filling) * self.block_bytes
         is_complete = False
         try:

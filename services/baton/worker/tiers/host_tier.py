@@ -8,7 +8,7 @@ from baton.core.cluster.worker_report import TierReport
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
-from baton.engine.tiers.copy_policy import COPY_BYTES
+from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S
 from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
 from baton.engine.tiers.slots import TierSlots
@@ -58,8 +58,13 @@ class HostTier:
         generations: MemoryGenerationTable,
         copies: TierCopies,
         runner: CopyRunner,
+        shares_cores: bool = True,
     ) -> None:
-        """Take ownership of `copies` and `runner`. `generations`: of the slots, in memory that peers read."""
+        """Take ownership of `copies` and `runner`.
+
+        generations: of the slots, in memory that peers read
+        shares_cores: copies run on the cores on which steps compute
+        """
         self.slots = TierSlots(num_slots, generations)
         self.totals = TierTotals()
         self.block_bytes = block_bytes
@@ -67,12 +72,14 @@ class HostTier:
         self._generations = generations
         self._copies = copies
         self._runner = runner
+        self._displaced_s = DISPLACED_S if shares_cores else 0.0
+        self._num_stores = 0
         self._store_speed, self._load_speed = CopySpeed(), CopySpeed()
         self._calls = RunningCalls()
 
     @property
     def stores_busy_s(self) -> float:
-        return self.totals.store_s
+        return self.totals.store_s + self._num_stores * self._displaced_s
 
     def counts(self) -> TierCounts:
         return self.slots.counts()
@@ -147,6 +154,7 @@ class HostTier:
     # -- internal ----------------------------------------------------------------------------------
 
     async def _store(self, filling: Mapping[int, BlockToStore]) -> int:
+        self._num_stores += 1
         took_s = await self._copy(
             self._copies.to_host, [block.block_id for block in filling.values()], list(filling), self._store_speed
         )

@@ -73,7 +73,7 @@ class Retention:
             in_host = ReuseLruOrder(num_slots, FIRST_USE_SHARE) if self._in_host is None else self._in_host
             self.host = self._order(in_host, num_slots, tier.block_bytes)
             tier.slots.order_by(self.host)
-            tier.slots.on_forgotten(self._left_host)
+            tier.slots.on_change(self._host_changed)
             pool.on_forgotten(tier.slots.copy_changed)
             pool.add_listener(self)
         for order in (self.device, self.host):
@@ -149,7 +149,7 @@ class Retention:
     def _has_device_copy(self, slot: int) -> bool:
         return self._tier is not None and self._pool.find(self._tier.slots.hash_of(slot)) is not None
 
-    def _left_host(self, block_hash: BlockHash) -> None:
+    def _host_changed(self, block_hash: BlockHash) -> None:
         block_id = self._pool.find(block_hash)
         if block_id is not None:
             self._pool.copy_changed(block_id)
