@@ -85,11 +85,14 @@ class Publishing:
     async def until_memory_is_full(self, raw: Redis) -> None:
         """Lower the memory limit of Redis until the worker falls behind.
 
-        The limit follows the used memory, because Redis frees buffers of connections at times of its own.
+        The limit follows the used memory, because Redis frees buffers of connections at times of its own. It
+        stays as it is once the worker has given back its own memory, shortly before it is behind.
         """
+        num_bytes = kv_bytes(raw, [self])
         async with asyncio.timeout(60.0):
             while not self.publisher.is_behind:
-                raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 64 * 1024)
+                if kv_bytes(raw, [self]) > num_bytes // 2:
+                    raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 64 * 1024)
                 self.replace(100)
                 await asyncio.sleep(0.01)
 
