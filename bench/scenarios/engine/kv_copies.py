@@ -10,8 +10,8 @@ host, disk, host and disk: copies to these tiers, with the pauses of a worker. A
 while it has blocks that are worth it.
 host without pauses: what the pauses prevent.
 
-A mode's delay is the mean time of its decode steps, divided by that of the turns without copies before and
-after it. Steps that overlap two turns do not count.
+The delay of a turn is the mean time of its decode steps, divided by that of the turns without copies before
+and after it. A mode's delay is the median of its turns. Steps that overlap two turns do not count.
 """
 
 import argparse
@@ -74,14 +74,14 @@ class StepTurns:
             self.turns[-1][1].append(step_s)
 
     def delays(self) -> dict[str, float]:
-        """Return the mean delay of each mode: 0.02 means that its steps took 2 % longer."""
+        """Return the delay of each mode: 0.02 means that its steps took 2 % longer."""
         found = defaultdict(list)
         for (_, before), (mode, during), (_, after) in zip(
             self.turns[:-2:2], self.turns[1:-1:2], self.turns[2::2], strict=True
         ):
             if before and during and after:
                 found[mode].append(statistics.fmean(during) / statistics.fmean((*before, *after)) - 1)
-        return {mode: statistics.fmean(delays) for mode, delays in found.items()}
+        return {mode: statistics.median(delays) for mode, delays in found.items()}
 
 
 async def copy_repeatedly(device: Device, tier: Tiers, numbers: Iterator[int], pacing: CopyPacing) -> None:

@@ -95,7 +95,7 @@ class PrefixIndex:
         self._expecting: list[int] = []  # ended slots without claims, but with expectations that have not expired
         self._expected = ExpectedBlocks(max_expected_blocks)
         self.evictions = EvictionRecord()
-        """What the events of workers have evicted lately; filled by their reader."""
+        """Blocks that workers have evicted lately. The reader of their events records them."""
 
     # -- incarnations --------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,10 @@ import httpx
 import pytest
 
 from baton.core.client_api import ClusterStatus
-from tests.cluster import ProcessCluster, process_cluster
+from tests.cluster import DEMO_BLOCK_BYTES, ProcessCluster, process_cluster
 from tests.cluster_security import ADMIN
 from tests.times import LONG_TIMES
 
-BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
-"""KV of 16 tokens of the demo model: 6 layers, keys and values, 2 heads of size 64, float32."""
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
@@ -91,7 +89,7 @@ async def test_cache_stats_compare_reused_tokens_with_an_infinite_cache() -> Non
     Between its second and its third use other prompts evict it from the device, which has 32 blocks.
     """
     emulated = {"device": "emulated", "emulated_costs": "step=1ms"}
-    memory = {"kv_memory": 32 * BLOCK_BYTES, "max_model_len": 400, "kv_eviction": "lru"}
+    memory = {"kv_memory": 32 * DEMO_BLOCK_BYTES, "max_model_len": 400, "kv_eviction": "lru"}
     settings = {**emulated, **memory, **LONG_TIMES}
     async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster:
         others = [[number] * 380 for number in (200, 300)]
@@ -128,7 +126,7 @@ async def test_exported_prefix_is_reused_after_a_clear_and_an_import(tmp_path: P
         assert code == 0, errors
         num_tokens = before["usage"]["prompt_tokens"] // 16 * 16
         assert out.startswith(f"exported {num_tokens} of {before['usage']['prompt_tokens']} prompt tokens from h0 to")
-        assert path.stat().st_size > num_tokens // 16 * BLOCK_BYTES
+        assert path.stat().st_size > num_tokens // 16 * DEMO_BLOCK_BYTES
         assert (await baton(cluster, "cache", "clear", "--tenant", "default"))[0] == 0
         async with asyncio.timeout(60):
             while (await baton(cluster, "cache", "export", "--prompt", prompt, "--out", f"{path}.2"))[0] == 0:  # noqa: ASYNC110 - polls a process
@@ -158,7 +156,7 @@ async def test_tenants_export_from_disks_with_tls_and_keys(tmp_path: Path) -> No
     """The devices are so small that other prompts evict the exported one. A disk still has it."""
     prompt, path = "def f(x):\n    return x + 1\n\n\n" * 16 + "import os", tmp_path / "prefix.kv"
     first_path = tmp_path / "first.kv"
-    settings = {"kv_memory": 128 * BLOCK_BYTES, "max_model_len": 1024, "disk_kv": str(tmp_path / "kv")}
+    settings = {"kv_memory": 128 * DEMO_BLOCK_BYTES, "max_model_len": 1024, "disk_kv": str(tmp_path / "kv")}
     async with process_cluster(
         prefill=1, decode=1, tenants=("alice", "eve"), disk_kv_size=64 * 2**20, **settings, **LONG_TIMES
     ) as cluster:

@@ -10,15 +10,13 @@ import pytest
 
 from baton.core.client_api import ClusterStatus
 from baton.core.request import Sampling
-from tests.cluster import process_cluster
+from tests.cluster import DEMO_BLOCK_BYTES, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Client, Request, Response
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 MIB = 2**20
-BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
-"""KV of 16 tokens of the demo model: 6 layers, keys and values, 2 heads of size 64, float32."""
 NUM_PROMPTS, PROMPT_TOKENS = 4, 800
 DISK_SHARE = 0.95
 """Least share of the full blocks that is cached after the restart. It can only come from the disk."""
@@ -48,7 +46,7 @@ async def answered(client: Client) -> list[Response]:
 @pytest.mark.fault("F-59")
 async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker: ExactnessChecker) -> None:
     settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
-    settings |= {"kv_memory": 120 * BLOCK_BYTES, "max_model_len": 1024}  # less than the prompts need
+    settings |= {"kv_memory": 120 * DEMO_BLOCK_BYTES, "max_model_len": 1024}  # less than the prompts need
     async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster, Client(cluster) as client:
         before = await answered(client)
         num_blocks = NUM_PROMPTS * (PROMPT_TOKENS // 16 - 1)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
-from tests.cluster import ProcessCluster, process_cluster
+from tests.cluster import DEMO_BLOCK_BYTES, ProcessCluster, process_cluster
 from tests.exactness import Exactness, ExactnessChecker
 from tests.integration.cluster.clients import Request, Response, random_requests, send_all
 from tests.integration.cluster.constrained_requests import check_constrained, constrained_requests
@@ -26,7 +26,6 @@ from tests.times import LONG_TIMES
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 DEMO_VOCAB = 4096
-DEMO_BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
 """In float32."""
 
 

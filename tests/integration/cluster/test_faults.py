@@ -13,7 +13,7 @@ from baton.core.client_api import ClusterStatus
 from baton.core.request import Sampling
 from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
-from tests.cluster import ProcessCluster, process_cluster
+from tests.cluster import DEMO_BLOCK_BYTES, ProcessCluster, process_cluster
 from tests.cluster_network import HOST
 from tests.emulated_answer import emulated_answer
 from tests.exactness import ExactnessChecker
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asy
 
 MARKER = 4000
 """A token that no other prompt of these tests contains. Failpoints fire on it."""
-BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
 """Size of a block of the demo model in float32."""
 MAX_TRIALS = 5
 
@@ -204,7 +203,7 @@ async def test_requests_progress_with_decode_memory_for_little_more_than_one_pro
     rng = Random(25)
     requests = [Request(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(8)]
     async with process_cluster(
-        prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, pull_wait_s=20.0
+        prefill=1, decode=1, max_model_len=400, kv_memory=30 * DEMO_BLOCK_BYTES, pull_wait_s=20.0
     ) as cluster:
         responses = await send_all(cluster, requests)
         await cluster.check_clean()
@@ -220,7 +219,7 @@ async def test_requests_progress_on_emulated_workers_with_little_decode_memory()
     requests = [Request(prompt=prompt(rng, 380), sampling=sampling) for sampling in samplings]
     emulated = {"device": "emulated", "emulated_costs": "step=5ms,prefill_token=100us"}
     async with process_cluster(
-        prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, **{**LONG_TIMES, **emulated}
+        prefill=1, decode=1, max_model_len=400, kv_memory=30 * DEMO_BLOCK_BYTES, **{**LONG_TIMES, **emulated}
     ) as cluster:
         assert [worker.blocks.total for worker in (await cluster.status()).workers] == [30, 30]
         responses = await send_all(cluster, requests)

@@ -93,12 +93,12 @@ class Overlap(Protocol):
 
     @property
     def num_reloaded_blocks(self) -> int:
-        """Those of them that it must reload from a slower tier."""
+        """Leading blocks that the worker must reload from a slower tier."""
         ...
 
     @property
     def num_disk_blocks(self) -> int:
-        """Those of them that it must reload from its disk. Other workers cannot pull them."""
+        """Leading blocks that the worker must reload from its disk. Others cannot pull them."""
         ...
 
 
