@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.client_api import ClusterStatus
 from baton.core.request import Sampling
-from tests.cluster import DEMO_BLOCK_BYTES, process_cluster
+from tests.cluster import DEMO_BLOCK_BYTES, ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Client, Request, Response
 
@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 MIB = 2**20
 NUM_PROMPTS, PROMPT_TOKENS = 4, 800
+PROMPT_BLOCKS = PROMPT_TOKENS // 16 - 1
 DISK_SHARE = 0.95
 """Least share of the full blocks that is cached after the restart. It can only come from the disk."""
 
@@ -38,9 +39,18 @@ def cached_share(responses: list[Response]) -> float:
     return cached / (PROMPT_TOKENS * len(responses))
 
 
+async def sent_twice(client: Client, number: int) -> list[Response]:
+    """Send one prompt twice, one after the other, so that its blocks are reused."""
+    return [await client.send(new_request(number)) for _ in range(2)]
+
+
 async def answered(client: Client) -> list[Response]:
-    """Send each prompt twice, so that its blocks are reused, one after the other."""
-    return [await client.send(new_request(number)) for number in range(NUM_PROMPTS) for _ in range(2)]
+    return [response for number in range(NUM_PROMPTS) for response in await sent_twice(client, number)]
+
+
+async def until_on_disk(cluster: ProcessCluster, num_prompts: int) -> None:
+    num_blocks = num_prompts * PROMPT_BLOCKS
+    await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
 
 
 @pytest.mark.fault("F-59")
@@ -48,9 +58,10 @@ async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker:
     settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
     settings |= {"kv_memory": 120 * DEMO_BLOCK_BYTES, "max_model_len": 1024}  # less than the prompts need
     async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster, Client(cluster) as client:
-        before = await answered(client)
-        num_blocks = NUM_PROMPTS * (PROMPT_TOKENS // 16 - 1)
-        await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
+        before = []
+        for number in range(NUM_PROMPTS):  # memory holds two prompts, and evicts blocks that are not copied yet
+            before += await sent_twice(client, number)
+            await until_on_disk(cluster, number + 1)
         await cluster.kill("h0")
         await cluster.start_again("h0")
         await cluster.until_workers("h0")
@@ -65,12 +76,11 @@ async def test_a_restarted_cluster_hits_as_much_as_before(tmp_path: Path, checke
     """All processes are new. Both roles find their prompts on their disks."""
     settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
     topology = {"prefill": 1, "decode": 1, "hybrid": 0}
-    num_blocks = NUM_PROMPTS * (PROMPT_TOKENS // 16 - 1)
     async with process_cluster(**topology, **settings) as cluster, Client(cluster) as client:
         before = await answered(client)
-        await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
+        await until_on_disk(cluster, NUM_PROMPTS)
     async with process_cluster(**topology, **settings) as cluster, Client(cluster) as client:
-        await cluster.until(lambda status: held_on_disk(status) >= num_blocks, 60.0, f"{num_blocks} blocks on disk")
+        await until_on_disk(cluster, NUM_PROMPTS)
         after = await answered(client)
     checker.check([answer for response in (*before, *after) for answer in response.answers()])
     assert cached_share(after[::2]) >= cached_share(before[1::2]) - 0.02
