@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,9 @@ import baton.rpc  # noqa: F401 - must be loaded before grpc, whose fork handlers
 from tests import shards
 from tests.frozen_objects import nothing_unfrozen
 from tests.scale import IS_LONG
+
+if TYPE_CHECKING:
+    from tests.file_scheduling import FileScheduling
 
 LONG_TIMEOUT_S = 3600
 EXIT_S = 120
@@ -48,6 +52,16 @@ def remove_baton_variables(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> No
     for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("BATON_RUN_DIR", str(run_dir))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "FileScheduling | None":
+    """Distribute files as `tests/file_scheduling.py` says, if files are distributed at all."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.file_scheduling import FileScheduling
+
+    return FileScheduling(config, log)
 
 
 def pytest_collectstart() -> None:

@@ -1,7 +1,10 @@
 """Shards of the tests are disjoint, cover all files and weigh about the same."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.file_scheduling import SPLIT_FILES
 from tests.shards import Shard, mixed, weight_of
 
 WEIGHTS = {f"tests/unit/test_{number}.py": float(number % 7 + 1) for number in range(50)} | {"tests/big.py": 40.0}
@@ -35,3 +38,12 @@ def test_files_that_wait_lie_evenly_among_the_others() -> None:
     assert [file[-1] for file in mixed([*waiting, *others])] == list("acdebfgh")
     assert mixed(others) == others
     assert mixed([]) == []
+
+
+def test_files_that_are_split_exist() -> None:
+    assert all((Path(__file__).parents[2] / file).is_file() for file in SPLIT_FILES)
+
+
+def test_only_files_that_share_nothing_are_split() -> None:
+    for file in SPLIT_FILES:
+        assert 'scope="' not in (Path(__file__).parents[2] / file).read_text(), "each process would have its own"

@@ -1,0 +1,18 @@
+"""Distributes test files over the processes of pytest-xdist, and splits files whose tests share nothing."""
+
+from zlib import crc32
+
+from xdist.scheduler import LoadFileScheduling
+
+SPLIT_FILES = ("tests/sim/test_storm.py", "tests/sim/test_storm_of_this_code.py")
+"""Files with thousands of tests that share nothing. Otherwise one process would run them long after the
+others have ended."""
+PARTS = 8
+
+
+class FileScheduling(LoadFileScheduling):
+    """`--dist loadfile`, in which a process may run a part of one of the `SPLIT_FILES`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return f"{file}#{crc32(nodeid.encode()) % PARTS}" if file in SPLIT_FILES else file
