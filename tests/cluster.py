@@ -36,9 +36,9 @@ from tests.times import TEST_TIMES
 START_S = 90.0
 PROGRAM = "baton.cli"
 SETTLE_S = 30.0
+"""Time after the last request and fault within which all blocks, leases and sequences must be released."""
 DEMO_BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
 """KV of 16 tokens of the demo model: 6 layers, keys and values, 2 heads of size 64, float32."""
-"""Time after the last request and fault within which all blocks, leases and sequences must be released."""
 
 
 class History(Protocol):

@@ -8,18 +8,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import baton.rpc  # noqa: F401 - must be loaded before grpc, whose fork handlers would break child processes
 from tests import shards
+from tests.file_scheduling import FileScheduling
 from tests.frozen_objects import nothing_unfrozen
 from tests.scale import IS_LONG
-
-if TYPE_CHECKING:
-    from tests.file_scheduling import FileScheduling
 
 LONG_TIMEOUT_S = 3600
 EXIT_S = 120
@@ -55,12 +53,10 @@ def remove_baton_variables(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> No
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "FileScheduling | None":
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
     """Distribute files as `tests/file_scheduling.py` says, if files are distributed at all."""
     if config.getvalue("dist") != "loadfile":
         return None
-    from tests.file_scheduling import FileScheduling
-
     return FileScheduling(config, log)
 
 

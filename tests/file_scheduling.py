@@ -8,6 +8,7 @@ SPLIT_FILES = ("tests/sim/test_storm.py", "tests/sim/test_storm_of_this_code.py"
 """Files with thousands of tests that share nothing. Otherwise one process would run them long after the
 others have ended."""
 PARTS = 8
+"""Parts of each split file. A process runs one part at a time."""
 
 
 class FileScheduling(LoadFileScheduling):

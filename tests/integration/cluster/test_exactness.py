@@ -26,7 +26,6 @@ from tests.times import LONG_TIMES
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 DEMO_VOCAB = 4096
-"""In float32."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asy
 
 MARKER = 4000
 """A token that no other prompt of these tests contains. Failpoints fire on it."""
-"""Size of a block of the demo model in float32."""
 MAX_TRIALS = 5
 
 
