@@ -100,6 +100,12 @@ def test_docstrings_of_constants_and_fields_are_checked(tmp_path: Path) -> None:
     ]
 
 
+def test_docstrings_whose_constant_was_moved_are_found(tmp_path: Path) -> None:
+    text = '"""Fine."""\nA = 1\n"""Of A."""\n"""Of another one."""\nclass B:\n    c: int\n    """Of c."""\n'
+    found = repository(tmp_path, tests__a_py=text)
+    assert docstrings.stray_docstrings(found) == ["tests/a.py:4: a docstring below no constant"]
+
+
 def test_links_to_missing_files_and_headings_are_found(tmp_path: Path) -> None:
     page = "# One two\n[a](b.md) [b](#one-two) [c](#three) [d](gone.md) [e](https://x.y/z)\n```\n[f](gone.md)\n```\n"
     found = repository(tmp_path, docs__a_md=page, docs__b_md="")

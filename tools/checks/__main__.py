@@ -15,6 +15,7 @@ CHECKS: Mapping[str, Callable[[Repository], list[str]]] = {
     "unique-modules": names.unique_modules,
     "docstrings": docstrings.first_lines,
     "module-docstrings": docstrings.modules_without_docstring,
+    "stray-docstrings": docstrings.stray_docstrings,
     "folder-size": layout.large_folders,
     "function-length": layout.long_functions,
     "line-width": layout.wide_lines,

@@ -37,6 +37,26 @@ def modules_without_docstring(repository: Repository) -> list[str]:
     ]
 
 
+def stray_docstrings(repository: Repository) -> list[str]:
+    """Name each string that follows no assignment, as the docstring of a constant that was moved."""
+    return [
+        f"{source.path}:{below.lineno}: a docstring below no constant"
+        for source in repository.python()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef)
+        for above, below in pairwise(node.body)
+        if _is_string(below) and not isinstance(above, ast.Assign | ast.AnnAssign)
+    ]
+
+
+def _is_string(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
 def problem_of(text: str) -> str | None:
     """Return the problem of the first paragraph of a docstring, or None."""
     first = text.strip().split("\n\n")[0].replace("\n", " ").strip()
