@@ -109,8 +109,11 @@ async def copy_repeatedly(device: Device, tier: Tiers, numbers: Iterator[int], p
         pacing.charge(tier.stores_busy_s - before_s)
 
 
-async def take_turns(device: Device, steps: StepTurns, seconds: float) -> None:
-    """Let the modes take turns for about `seconds`, with a turn without copies between any two."""
+async def take_turns(device: Device, steps: StepTurns, seconds: float, numbers: Iterator[int]) -> None:
+    """Let the modes take turns for about `seconds`, with a turn without copies between any two.
+
+    numbers: of the copies, as of `copy_repeatedly`
+    """
     assert device.host_tier is not None
     assert device.disk is not None
     tiers: dict[str, tuple[Tiers, ...]] = {
@@ -119,7 +122,6 @@ async def take_turns(device: Device, steps: StepTurns, seconds: float) -> None:
         BOTH: (device.host_tier, device.disk),
         UNPAUSED: (device.host_tier,),
     }
-    numbers = count(1)
     for turn in range(max(len(MODES), int(seconds / TURN_S / 2))):
         mode = MODES[turn % len(MODES)]
         steps.begin(NONE)
@@ -138,9 +140,12 @@ async def take_turns(device: Device, steps: StepTurns, seconds: float) -> None:
     await asyncio.sleep(TURN_S)
 
 
-async def one_repeat(device: Device, directory: Path, batch: int, seconds: float, seed: int) -> dict[str, float]:
+async def one_repeat(
+    device: Device, directory: Path, batch: int, seconds: float, seed: int, numbers: Iterator[int]
+) -> dict[str, float]:
     """Decode a batch until all turns have ended. Return the delay of each mode.
 
+    numbers: of the copies; tiers keep those of earlier repeats, and store no content twice
     A sequence that ends is replaced by a new one. Steps that compute its prompt do not count.
     """
     engine = Engine(device.engine_config, device.pool, step_costs=unknown_costs, clock=asyncio.get_running_loop().time)
@@ -170,7 +175,7 @@ async def one_repeat(device: Device, directory: Path, batch: int, seconds: float
 
     async def after_the_first_step() -> None:
         await are_decoding.wait()
-        await take_turns(device, steps, seconds)
+        await take_turns(device, steps, seconds, numbers)
 
     turns = asyncio.create_task(after_the_first_step())
     await asyncio.wait((running, turns), return_when=asyncio.FIRST_COMPLETED)
@@ -205,9 +210,11 @@ async def measure(arguments: argparse.Namespace, saved: SavedFigures) -> None:
             try:
                 await asyncio.to_thread(wait_for_memory)
                 with frozen_heap():  # the worker does the same
+                    numbers = count(1)
                     while len(found) < arguments.repeats:
+                        seed = len(found)
                         found.append(
-                            await one_repeat(device, directory, arguments.batch, arguments.seconds, len(found))
+                            await one_repeat(device, directory, arguments.batch, arguments.seconds, seed, numbers)
                         )
                         saved[model] = found
                         print(model, found[-1], file=sys.stderr)
