@@ -10,8 +10,10 @@ host, disk, host and disk: copies to these tiers, with the pauses of a worker. A
 while it has blocks that are worth it.
 host without pauses: what the pauses prevent.
 
-The delay of a turn is the mean time of its decode steps, divided by that of the turns without copies before
-and after it. A mode's delay is the median of its turns. Steps that overlap two turns do not count.
+A step takes longer the more tokens its sequences have, and a turn has hundreds of steps. So the time of a
+turn is the mean of its decode steps, divided by what steps without copies take for as many tokens: a line
+through all of those of the repeat. The delay of a turn is this, divided by that of the turns without copies
+before and after it. A mode's delay is the median of its turns. Steps that overlap two turns do not count.
 """
 
 import argparse
@@ -59,28 +61,37 @@ Tiers = HostTier | DiskTier
 
 
 class StepTurns:
-    """Step times by turn. `begin` starts a turn; steps that began before it do not count."""
+    """Steps by turn: (tokens of all sequences, seconds). `begin` starts a turn; steps that began before it do
+    not count."""
 
     def __init__(self) -> None:
-        self.turns: list[tuple[str, list[float]]] = []
+        self.turns: list[tuple[str, list[tuple[int, float]]]] = []
         self._began_s = 0.0
 
     def begin(self, mode: str) -> None:
         self.turns.append((mode, []))
         self._began_s = asyncio.get_running_loop().time()
 
-    def observe(self, started_s: float, step_s: float) -> None:
+    def observe(self, started_s: float, num_tokens: int, step_s: float) -> None:
         if self.turns and started_s >= self._began_s:
-            self.turns[-1][1].append(step_s)
+            self.turns[-1][1].append((num_tokens, step_s))
 
     def delays(self) -> dict[str, float]:
         """Return the delay of each mode: 0.02 means that its steps took 2 % longer."""
+        undisturbed = [step for mode, turn in self.turns if mode == NONE for step in turn]
+        line = statistics.linear_regression(*zip(*undisturbed, strict=True))
+
+        def slowness(*turns: list[tuple[int, float]]) -> float:
+            steps = [step for turn in turns for step in turn]
+            expected_s = statistics.fmean(line.intercept + line.slope * num_tokens for num_tokens, _ in steps)
+            return statistics.fmean(step_s for _, step_s in steps) / expected_s
+
         found = defaultdict(list)
         for (_, before), (mode, during), (_, after) in zip(
             self.turns[:-2:2], self.turns[1:-1:2], self.turns[2::2], strict=True
         ):
             if before and during and after:
-                found[mode].append(statistics.fmean(during) / statistics.fmean((*before, *after)) - 1)
+                found[mode].append(slowness(during) / slowness(before, after) - 1)
         return {mode: statistics.median(delays) for mode, delays in found.items()}
 
 
@@ -159,7 +170,7 @@ async def one_repeat(
     def on_step(plan: StepPlan, step_s: float) -> None:
         if len(plan.sequences) == batch and all(part.num_scheduled_tokens == 1 for part in plan.sequences):
             are_decoding.set()
-            steps.observe(loop.last_step_started_s, step_s)
+            steps.observe(loop.last_step_started_s, sum(part.context_len for part in plan.sequences), step_s)
 
     def deliver(outcome: EngineOutcome) -> None:
         for output in outcome.outputs:
