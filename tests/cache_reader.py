@@ -22,10 +22,11 @@ from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import HashRange, PeerHello, PeerHelloReply
 from baton.rpc.grpc_network import GrpcNetwork
-from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
+from tests.group_reads import entries_over_group, gloo_backend
 
 Block = np.ndarray
 """The bytes of a block, uint8 [block_bytes]."""
@@ -76,8 +77,11 @@ class _Receiving:
 class CacheReader:
     """Reads cached blocks of workers. It is not safe for concurrent use."""
 
-    def __init__(self, layout: KvLayout, backend: TransferBackend, memory: HostMemory, me: WorkerRef) -> None:
+    def __init__(
+        self, layout: KvLayout, backend: TransferBackend, memory: HostMemory, me: WorkerRef, transfer: str
+    ) -> None:
         self._layout, self._backend, self._memory, self._me = layout, backend, memory, me
+        self._transfer = transfer
         self._pool = _Receiving()
         self._network = GrpcNetwork(heartbeat_s=1.0)
         self._reader = KvReader(
@@ -99,7 +103,8 @@ class CacheReader:
         stream = await self._network.open_peer(worker.address)
         try:
             hello_ref = replace(self._me, worker_id=f"{self._me.worker_id}-hello")
-            stream.send(PeerHello(reader=hello_ref, owner=worker, layout=self._layout))
+            transfers = self._backend.transfers
+            stream.send(PeerHello(reader=hello_ref, owner=worker, layout=self._layout, transfers=transfers))
             async with asyncio.timeout(READ_S):
                 reply = await stream.receive()
         finally:
@@ -111,6 +116,23 @@ class CacheReader:
     async def generation_table(self, worker: WorkerRef) -> dict[int, BlockHash]:
         """Return {block_id: hash} of all blocks with final content, cached or not. Raises CacheUnreadable."""
         memory = await self.memory_of(worker)
+        if self._transfer == "collective":
+            hello = PeerHello(
+                reader=replace(self._me, worker_id=f"{self._me.worker_id}-table"),
+                owner=worker,
+                layout=self._layout,
+                transfers=self._backend.transfers,
+            )
+            async with asyncio.timeout(READ_S):
+                entries = await entries_over_group(self._network, hello)
+        else:
+            entries = await self._read_entries(memory)
+        other_epoch = [block_id for block_id, entry in enumerate(entries) if entry.worker_epoch != worker.worker_epoch]
+        if other_epoch:
+            raise CacheUnreadable(f"blocks {other_epoch} of {worker} have another epoch in its generation table")
+        return {block_id: entry.block_hash for block_id, entry in enumerate(entries) if entry.block_hash != NO_HASH}
+
+    async def _read_entries(self, memory: KvMemory) -> tuple[GenerationEntry, ...]:
         self._backend.connect(memory, self._layout)
         read_id, self._next_read = ReadId(self._next_read), self._next_read + 1
         self._backend.start_read_generations(
@@ -119,13 +141,10 @@ class CacheReader:
         async with asyncio.timeout(READ_S):
             state = await self._backend.wait(read_id)
         if state is not ReadState.DONE:
-            raise CacheUnreadable(f"the generation table of {worker} could not be read")
+            raise CacheUnreadable(f"the generation table of {memory.owner} could not be read")
         entries = self._backend.generations(read_id)
         self._backend.release(read_id)
-        other_epoch = [block_id for block_id, entry in enumerate(entries) if entry.worker_epoch != worker.worker_epoch]
-        if other_epoch:
-            raise CacheUnreadable(f"blocks {other_epoch} of {worker} have another epoch in its generation table")
-        return {block_id: entry.block_hash for block_id, entry in enumerate(entries) if entry.block_hash != NO_HASH}
+        return entries
 
     async def read(self, worker: WorkerRef, hashes: Iterable[BlockHash]) -> dict[BlockHash, Block]:
         """Pull the blocks of `hashes` that the worker still caches, in order, and validate them.
@@ -179,9 +198,10 @@ class CacheReader:
 async def cache_reader(layout: KvLayout, *, transfer: str) -> AsyncIterator[CacheReader]:
     """Create a reader for workers on this machine with this layout and `--transfer` backend."""
     me = WorkerRef(worker_id="cache-audit", worker_epoch=secrets.randbits(64), address="")
+    transfer = "local" if transfer == "auto" else transfer
     memory = (allocate_shared if transfer == "local" else allocate_private)(NUM_BLOCKS, layout.block_bytes)
     backend = await asyncio.to_thread(_open_backend, layout, memory, me, transfer)
-    reader = CacheReader(layout, backend, memory, me)
+    reader = CacheReader(layout, backend, memory, me, transfer)
     try:
         yield reader
     finally:
@@ -195,6 +215,8 @@ def _open_backend(layout: KvLayout, memory: HostMemory, me: WorkerRef, transfer:
         from baton.transfer.backends.local_backend import LocalBackend
 
         return LocalBackend(worker=me, layout=layout, memory=memory)
+    if transfer == "collective":
+        return gloo_backend(layout, memory, me)
     from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
     return NixlBackend.over(memory, worker=me, layout=layout, loopback_only=True)

@@ -105,6 +105,10 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if _file_of(item) in files]
 
 
+_OF_MODELS = {"torch", "kernels", "decoder", "gloo", "auto", "staged", "demo", "llama"}
+"""Implementations in contract suites that import torch."""
+
+
 def _tiers(item: pytest.Item) -> list[str]:
     """Return the markers for a test's folder and, in contract suites, for its implementation."""
     path = item.path.as_posix()
@@ -113,8 +117,8 @@ def _tiers(item: pytest.Item) -> list[str]:
     if "/tests/contract/" not in path:
         return []
     words = set(re.findall(r"[a-z_]+", item.name.partition("[")[2]))
-    found = ["integration"] if words & {"redis", "nixl"} else []
-    return [*found, "model"] if words & {"torch", "kernels", "decoder", "gloo", "staged", "demo", "llama"} else found
+    found = ["integration"] if words & {"redis", "nixl", "auto"} else []
+    return [*found, "model"] if words & _OF_MODELS else found
 
 
 def pytest_collection_finish() -> None:

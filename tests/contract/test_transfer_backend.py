@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId
-from baton.transfer.backend import GenerationEntry, ReadState
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from tests import builders
 from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS, Pair
 
@@ -23,7 +23,7 @@ checking_backends = pytest.mark.parametrize("backend", [name for name in BACKEND
 async def read_entries(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
     """Return the entries as the reader's validation sees them."""
     read_id = ReadId(next(pair.read_ids))
-    pair.reader.backend.start_read_generations(read_id, pair.owner.backend.describe(block_ids))
+    pair.reader.backend.start_read_generations(read_id, pair.describe(block_ids))
     assert await pair.reader.backend.wait(read_id) is ReadState.DONE
     entries = pair.reader.backend.generations(read_id)
     pair.reader.backend.release(read_id)
@@ -97,7 +97,7 @@ async def test_probe_changes_no_block(backend: str) -> None:
 async def test_transport_is_named_after_the_first_read(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         await pair.read({0: 0})
-        assert pair.reader.backend.transport_to(pair.owner.backend.memory[0])
+        assert pair.reader.backend.transport_to(pair.memory)
 
 
 @all_backends
@@ -118,7 +118,7 @@ async def test_read_id_in_use_is_refused(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         read_id = pair.start({0: 0})
         with pytest.raises(ValueError, match=str(read_id)):
-            pair.reader.backend.start_read(read_id, pair.owner.backend.describe((0,)), (0,))
+            pair.reader.backend.start_read(read_id, pair.describe((0,)), (0,))
         await pair.reader.backend.wait(read_id)
 
 
@@ -136,11 +136,11 @@ async def test_running_read_cannot_be_released(backend: str) -> None:
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS, 2**40])
 async def test_block_outside_the_memory_is_refused(backend: str, block_id: int) -> None:
     async with BACKENDS[backend]() as pair:
-        outside = type(pair.owner.backend.describe((0,)))(memory=pair.owner.backend.memory[0], block_ids=(block_id,))
+        outside = KvDescriptor(memory=pair.memory, block_ids=(block_id,))
         with pytest.raises(ValueError, match="outside"):
             pair.reader.backend.start_read(ReadId(1), outside, (0,))
         with pytest.raises(ValueError, match="outside"):
-            pair.reader.backend.start_read(ReadId(2), pair.owner.backend.describe((0,)), (block_id,))
+            pair.reader.backend.start_read(ReadId(2), pair.describe((0,)), (block_id,))
         with pytest.raises(ValueError, match="outside"):
             pair.owner.backend.describe((block_id,))
 
@@ -149,34 +149,34 @@ async def test_block_outside_the_memory_is_refused(backend: str, block_id: int) 
 async def test_other_layout_is_refused_and_names_the_field(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         with pytest.raises(LayoutMismatch, match="model_fingerprint"):
-            pair.reader.backend.connect(pair.owner.backend.memory[0], builders.layout(model_fingerprint="other"))
+            pair.reader.backend.connect(pair.memory, builders.layout(model_fingerprint="other"), pair.send)
 
 
 @all_backends
 async def test_repeated_connect_and_forget_have_no_effect(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
-        memory = pair.owner.backend.memory[0]
-        pair.reader.backend.connect(memory, LAYOUT)
+        memory = pair.memory
+        pair.reader.backend.connect(memory, LAYOUT, pair.send)
         assert await pair.read({0: 0}) is ReadState.DONE
         pair.reader.backend.forget(memory)
         pair.reader.backend.forget(memory)
-        pair.reader.backend.connect(memory, LAYOUT)
+        pair.reader.backend.connect(memory, LAYOUT, pair.send)
         assert await pair.read({0: 0}) is ReadState.DONE
 
 
 @checking_backends
 async def test_forgotten_peer_cannot_be_read(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
-        pair.reader.backend.forget(pair.owner.backend.memory[0])
+        pair.reader.backend.forget(pair.memory)
         read_id = ReadId(next(pair.read_ids))
-        pair.reader.backend.start_read(read_id, pair.owner.backend.describe((0,)), (0,))
+        pair.reader.backend.start_read(read_id, pair.describe((0,)), (0,))
         assert await pair.reader.backend.wait(read_id) is ReadState.FAILED
 
 
 @all_backends
 async def test_descriptors_are_integers_and_bytes(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
-        memory = pair.owner.backend.memory[0]
+        memory = pair.memory
         assert memory.num_blocks == NUM_BLOCKS
         assert memory.owner == pair.owner.worker
         values = [getattr(memory, field.name) for field in fields(memory) if field.name != "owner"]

@@ -1,7 +1,7 @@
 """Builds each implementation of `TransferBackend` with the memories of two workers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,13 +11,15 @@ from random import Random
 import numpy as np
 
 from baton.core.ids import ReadId, WorkerRef
-from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.messages.peer_messages import GroupMessage
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
-from baton.transfer.backend import ReadState, TransferBackend
+from baton.transfer.backend import KvDescriptor, ReadServer, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.backends.local_backend import LocalBackend
 from baton.transfer.backends.nixl.nixl_backend import NixlBackend
+from baton.transfer.backends.several_backends import SeveralBackends
 from baton.transfer.backends.staged_backend import StagedBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from tests import builders
@@ -44,20 +46,46 @@ class Endpoint:
 
 @dataclass(kw_only=True)
 class Pair:
-    """Two workers. The reader is connected to the owner and reads its blocks."""
+    """Two workers. The reader is connected to the owner and reads its blocks.
+
+    transfer: name of the backend that reads, of those that both have
+    """
 
     owner: Endpoint
     reader: Endpoint
+    transfer: str = ""
     read_ids: count = field(default_factory=lambda: count(1))
+    server: ReadServer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.server = self.owner.backend.serve(self.reader.worker, self._to_reader)
+
+    @property
+    def memory(self) -> KvMemory:
+        """The owner's own blocks."""
+        regions = self.owner.backend.memory
+        return next(memory for memory in regions if memory.transfer == self.transfer or not self.transfer)
+
+    def send(self, message: GroupMessage) -> None:
+        """Send a message of a process group to the owner."""
+        asyncio.get_running_loop().call_soon(self.server.receive, message)
+
+    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
+        """Return where to read blocks of the owner."""
+        return KvDescriptor(memory=self.memory, block_ids=tuple(block_ids))
 
     def start(self, blocks: dict[int, int]) -> ReadId:
         """Start to read blocks. `blocks` maps the owner's block ids to the reader's."""
         read_id = ReadId(next(self.read_ids))
         self.owner.backend.offer(tuple(blocks))
-        if self.owner.backend.two_sided:
-            self.owner.backend.expect_read(read_id, self.reader.worker, tuple(blocks))
-        self.reader.backend.start_read(read_id, self.owner.backend.describe(tuple(blocks)), tuple(blocks.values()))
+        self.reader.backend.start_read(read_id, self.describe(tuple(blocks)), tuple(blocks.values()))
+        self.announce(read_id, tuple(blocks))
         return read_id
+
+    def announce(self, read_id: ReadId, block_ids: tuple[int, ...]) -> None:
+        """Tell the owner of a read, if it takes part in it."""
+        if self.reader.backend.is_two_sided(self.memory):
+            asyncio.get_running_loop().call_soon(self.server.expect_read, read_id, block_ids)
 
     async def read(self, blocks: dict[int, int]) -> ReadState:
         read_id = self.start(blocks)
@@ -67,12 +95,14 @@ class Pair:
 
     async def probe(self, *block_ids: int) -> ReadState:
         read_id = ReadId(next(self.read_ids))
-        if self.owner.backend.two_sided:
-            self.owner.backend.expect_read(read_id, self.reader.worker, block_ids)
-        self.reader.backend.start_probe(read_id, self.owner.backend.describe(block_ids))
+        self.reader.backend.start_probe(read_id, self.describe(block_ids))
+        self.announce(read_id, block_ids)
         state = await self.reader.backend.wait(read_id)
         self.reader.backend.release(read_id)
         return state
+
+    def _to_reader(self, message: GroupMessage) -> None:
+        asyncio.get_running_loop().call_soon(self.reader.backend.receive, self.memory, message)
 
 
 PairFactory = Callable[[], AbstractAsyncContextManager[Pair]]
@@ -114,15 +144,28 @@ def _local(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferB
     return LocalBackend(worker=worker, layout=layout, memory=memory)
 
 
-async def _connected(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
+def _gloo(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+    from baton.transfer.backends.collective.collective_backend import CollectiveBackend
+    from baton.transfer.backends.collective.group_kinds import GlooKind
+
+    kind = GlooKind(layout, memory, host="127.0.0.1")
+    return CollectiveBackend(worker=worker, layout=layout, kind=kind, num_blocks=memory.num_blocks, silence_s=10.0)
+
+
+def _auto(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
+    return SeveralBackends([make(worker, layout, memory) for make in (_nixl, _local, _gloo)])
+
+
+async def _connected(make: Make, allocate: Allocate, transfer: str = "") -> tuple[Pair, list[HostMemory]]:
     memories = [allocate(NUM_BLOCKS, LAYOUT.block_bytes) for _ in WORKERS]
     tables = [MemoryGenerationTable(m.generation_table, w.worker_epoch) for m, w in zip(memories, WORKERS, strict=True)]
     assert len(tables) == 2  # writes the epochs before a peer can read them
     endpoints = [_endpoint(w, make(w, LAYOUT, m), m) for w, m in zip(WORKERS, memories, strict=True)]
-    return Pair(owner=endpoints[0], reader=endpoints[1]), memories
+    return Pair(owner=endpoints[0], reader=endpoints[1], transfer=transfer), memories
 
 
 async def _close(pair: Pair, memories: list[HostMemory]) -> None:
+    pair.server.close()
     for endpoint in (pair.reader, pair.owner):
         await endpoint.backend.aclose()
     for memory in memories:
@@ -130,7 +173,7 @@ async def _close(pair: Pair, memories: list[HostMemory]) -> None:
 
 
 def _connect(pair: Pair) -> None:
-    pair.reader.backend.connect(pair.owner.backend.memory[0], LAYOUT)
+    pair.reader.backend.connect(pair.memory, LAYOUT, pair.send)
 
 
 @asynccontextmanager
@@ -146,7 +189,7 @@ def _allocate_named(num_blocks: int, block_bytes: int) -> HostMemory:
     return allocate_shared(num_blocks, block_bytes, memfd=False)
 
 
-async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
+async def _staged(make: Make, allocate: Allocate, transfer: str = "") -> tuple[Pair, list[HostMemory]]:
     """Build a staged backend; torch host memory takes the place of a device."""
     from baton.model.device.host_staging import HostStaging
     from baton.model.device.kv_tensors import KvCache
@@ -163,29 +206,31 @@ async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory
         for endpoint, cache in zip((pair.owner, pair.reader), caches, strict=True)
         for fill, holds in [_filling(cache.memory.numpy())]
     ]
-    return Pair(owner=endpoints[0], reader=endpoints[1]), memories
+    return Pair(owner=endpoints[0], reader=endpoints[1], transfer=transfer), memories
 
 
-@asynccontextmanager
-async def gloo_pair() -> AsyncIterator[Pair]:
-    import torch.distributed as dist
+async def _gpu_messages(allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
+    """Build the backend of a GPU's KV cache; host memory takes the place of the GPU, Gloo that of NCCL."""
+    from baton.model.device.kv_tensors import KvCache
+    from baton.transfer.backends.collective.collective_backend import CollectiveBackend
+    from baton.transfer.backends.collective.gpu_messages import GpuMessages
+    from baton.transfer.backends.collective.group_kinds import GlooKind
 
-    from tests.contract.gloo_backend import GlooBackend
-
-    store, ranks = dist.HashStore(), {worker: rank for rank, worker in enumerate(WORKERS)}
-    backends: list[GlooBackend] = []
+    caches: list[KvCache] = []
 
     def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        backends.append(
-            GlooBackend(worker=worker, layout=layout, memory=memory, store=store, rank=ranks[worker], ranks=ranks)
-        )
-        return backends[-1]
+        caches.append(KvCache.zeros(layout, NUM_BLOCKS))
+        kind = GlooKind(layout, memory, host="127.0.0.1")
+        kind.messages = GpuMessages(layout, caches[-1].memory, memory.generation_table)  # type: ignore[assignment]
+        return CollectiveBackend(worker=worker, layout=layout, kind=kind, num_blocks=NUM_BLOCKS, silence_s=10.0)
 
-    pair, memories = await _connected(make, allocate_private)
-    await asyncio.gather(*(asyncio.to_thread(backend.join) for backend in backends))
-    _connect(pair)
-    yield pair
-    await _close(pair, memories)
+    pair, memories = await _connected(make, allocate)
+    endpoints = [
+        replace(endpoint, fill=fill, holds=holds)
+        for endpoint, cache in zip((pair.owner, pair.reader), caches, strict=True)
+        for fill, holds in [_filling(cache.memory.numpy())]
+    ]
+    return Pair(owner=endpoints[0], reader=endpoints[1]), memories
 
 
 @asynccontextmanager
@@ -217,6 +262,13 @@ BACKENDS: dict[str, PairFactory] = {
     "local-named": partial(_open, partial(_connected, _local, _allocate_named)),
     "staged-nixl": partial(_open, partial(_staged, _nixl, allocate_private)),
     "staged-local": partial(_open, partial(_staged, _local, allocate_shared)),
-    "gloo": gloo_pair,
+    "gloo": partial(_open, partial(_connected, _gloo, allocate_private)),
+    "gloo-gpu-messages": partial(_open, partial(_gpu_messages, allocate_private)),
+    "staged-gloo": partial(_open, partial(_staged, _gloo, allocate_private)),
+    **{
+        f"auto-{transfer}": partial(_open, partial(_connected, _auto, allocate_shared, transfer))
+        for transfer in ("nixl", "local", "collective")
+    },
+    "staged-auto": partial(_open, partial(_staged, _auto, allocate_shared, "collective")),
     "sim": sim_pair,
 }

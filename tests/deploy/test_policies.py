@@ -14,6 +14,7 @@ ANY_CLIENT, METRICS = "any client", "metrics"
 ANYWHERE, OUTSIDE = "anywhere", "outside"
 RAY = ("ray-head", "fleet", "worker")
 RAY_PORTS = [(6380, 6386), (10002, 10101)]
+EPHEMERAL = (32768, 60999)
 NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
     "gateway": {ANY_CLIENT: [(8000, 8000), (8001, 8001)]},
     "scheduler": {"gateway": [(8100, 8100)], "worker": [(8100, 8100)]},
@@ -76,6 +77,20 @@ def test_policies_allow_exactly_the_needed_connections(rendered: Rendered, name:
             needed = {who: sorted(ports) for who, ports in NEEDED[workload.component].items()}
 
             assert allowed(docs, workload) == needed, workload.name
+
+
+@pytest.mark.parametrize(
+    ("name", "ports"), [("collective", [EPHEMERAL]), ("auto-transfer", [(20000, 20099), EPHEMERAL])]
+)
+def test_workers_reach_the_ports_that_gloo_takes(
+    rendered: Rendered, name: str, ports: Sequence[tuple[int, int]]
+) -> None:
+    docs = rendered(name)
+    for workload in workloads(docs):
+        if workload.component == "worker":
+            found = allowed(docs, workload)
+            assert found.pop("worker") == sorted([(8101, 8101), *ports, *RAY_PORTS])
+            assert found == {who: sorted(each) for who, each in NEEDED["worker"].items() if who != "worker"}
 
 
 def test_only_named_clients_reach_the_gateway(rendered: Rendered) -> None:

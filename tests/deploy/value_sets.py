@@ -197,6 +197,8 @@ SETS: Mapping[str, ValueSet] = {
         values={"gateway": {"config": {"drain_s": 2.5}}, "fleet": {"config": {"drain_s": 90, "lease_s": 12.25}}}
     ),
     "ipv6": ValueSet(values={"config": {"host": "::"}}),
+    "collective": ValueSet(values={"fleet": {"config": {"transfer": "collective"}}}),
+    "auto-transfer": ValueSet(values={"fleet": {"config": {"transfer": "auto"}}}),
     "ports": ValueSet(
         values={
             "gateway": {"config": {"http_port": 80, "grpc_port": 81, "admin_port": 82}},

@@ -15,7 +15,7 @@ from baton.runtime.child.stages import judge_stages
 from baton.runtime.child.verdict_cache import VerdictCache
 from baton.runtime.config.worker_settings import GPU_STEP_TOKENS
 from baton.worker.device.gpu_allocator import require_plain_memory
-from baton.worker.device.kv_path import KvPath, measure_path, path_facts
+from baton.worker.device.kv_memory.kv_path import KvPath, measure_path, path_facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from baton.core.ids import ReadId
 from baton.model.device.kv_tensors import KvCache
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import ReadState
-from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory
+from baton.worker.device.kv_memory.kv_registration import RegisteredMemory, register_gpu_memory
 from tests import builders
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

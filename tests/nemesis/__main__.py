@@ -25,6 +25,8 @@ def say(text: str) -> None:
 def replay_command(options: Options) -> str:
     """Return the command that repeats a run: the same faults and requests."""
     words = [f"--seconds {options.seconds!r} --seed {options.seed} --network {options.network}"]
+    if options.transfer != "nixl":
+        words.append(f"--transfer {options.transfer}")
     if options.kinds != tuple(KINDS):
         words.append(f"--kinds {','.join(options.kinds)}")
     if options.longest_s != Options.sized(options.seconds, seed=options.seed).longest_s:
@@ -62,6 +64,7 @@ def parse(arguments: list[str]) -> tuple[Options, bool]:
     duration.add_argument("--seconds", type=float, help="the same in seconds")
     parser.add_argument("--seed", type=int, default=None, help="seed of faults and requests; default: a random one")
     parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
+    parser.add_argument("--transfer", choices=("nixl", "local", "collective", "auto"), default="nixl")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds of faults")
     parser.add_argument("--longest-s", type=float, help="longest duration of a fault, in seconds")
     parser.add_argument(
@@ -75,6 +78,7 @@ def parse(arguments: list[str]) -> tuple[Options, bool]:
             60.0 * parsed.minutes if parsed.seconds is None else parsed.seconds,
             seed=SystemRandom().randrange(2**31) if parsed.seed is None else parsed.seed,
             network=parsed.network,
+            transfer=parsed.transfer,
             kinds=tuple(parsed.kinds.split(",")),
             short_share=parsed.short_share,
             **longest,

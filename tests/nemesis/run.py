@@ -80,6 +80,7 @@ class Options:
 
     seconds: duration of the faults.
     network: `loopback` or `namespaces`.
+    transfer: transport of KV, as `--transfer` of a worker.
     calm_s: time under load before the first fault.
     longest_s: longest duration of a fault.
     apart_share: share of the faults that are open alone.
@@ -91,6 +92,7 @@ class Options:
     seed: int
     seconds: float
     network: str = "loopback"
+    transfer: str = "nixl"
     kinds: tuple[str, ...] = tuple(KINDS)
     longest_s: float = LONGEST_S
     apart_share: float = APART_SHARE
@@ -179,12 +181,20 @@ async def run_nemesis(options: Options, directory: Path, say: Callable[[str], No
             tiers["disk_kv"] = str(directory / "kv")
         cluster = ProcessCluster(
             directory,
-            {**SETTINGS, **tiers, "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us"},
+            {
+                **SETTINGS,
+                **tiers,
+                "transfer": options.transfer,
+                "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us",
+            },
             network=network,
         )
         try:
             cluster.start_limit_s = BACK_S
-            say(f"starting {len(SERVICES)} services and Redis, network {options.network}, tiers {options.tiers}")
+            say(
+                f"starting {len(SERVICES)} services and Redis, network {options.network}, {options.transfer}, "
+                f"tiers {options.tiers}"
+            )
             await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
             await until_settled(cluster, WORKERS, limit_s=BACK_S)
             say("all workers are ready and linked; sending each case without faults")

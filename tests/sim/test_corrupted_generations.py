@@ -11,7 +11,7 @@ from baton.sim import virtual_time
 from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_transfer_backend import SimTransferBackend
-from baton.transfer.backend import KvDescriptor, ReadState
+from baton.transfer.backend import GenerationEntry, KvDescriptor
 from tests.sim.storm_cluster import config
 
 pytestmark = pytest.mark.sim
@@ -21,36 +21,42 @@ MODEL = SimModel()
 @pytest.mark.fault("F-21")
 @pytest.mark.parametrize("num_corrupted", [1, 2, 5])
 @pytest.mark.parametrize("field", ["generation", "worker_epoch", "block_hash"])
+@pytest.mark.parametrize("two_sided", [False, True])
 def test_corrupted_entries_are_discarded_and_the_answer_is_exact(
-    field: str, num_corrupted: int, monkeypatch: pytest.MonkeyPatch
+    two_sided: bool, field: str, num_corrupted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One corrupted read is repeated. Two in a row fail the pull, and the prompt is computed again."""
     left = [num_corrupted]
-    destinations: dict[tuple[int, ...], Sequence[int | None]] = {}
-    intact, intact_read = SimTransferBackend._read_generations, SimTransferBackend._read
+    destinations: dict[tuple[int, ...], int] = {}
+    sources: dict[tuple[int, ReadId], tuple[int, ...]] = {}
+    intact_read, intact_start = SimTransferBackend.start_read, SimTransferBackend.start_read_generations
+    intact = SimTransferBackend.generations
 
-    async def noted_read(self: SimTransferBackend, source: KvDescriptor, into: Sequence[int | None]) -> ReadState:
-        destinations[source.block_ids] = into
-        return await intact_read(self, source, into)
+    def noted_read(self: SimTransferBackend, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
+        destinations[source.block_ids] = block_ids[0]
+        intact_read(self, read_id, source, block_ids)
 
-    async def corrupted(self: SimTransferBackend, read_id: ReadId, source: KvDescriptor) -> ReadState:
-        state = await intact(self, read_id, source)
-        entries = self._reads[read_id].entries
-        if left[0] and entries:
-            left[0] -= 1
-            value = getattr(entries[0], field)
-            flipped = bytes([value[0] ^ 1]) + value[1:] if isinstance(value, bytes) else value ^ 1
-            entries[0] = replace(entries[0], **{field: flipped})
-            own = destinations[source.block_ids][0]
-            assert own is not None
-            self._own.write_block(own, [7] * len(self._own.block(own)))  # as if the block had been reused
-        return state
+    def noted_start(self: SimTransferBackend, read_id: ReadId, source: KvDescriptor) -> None:
+        sources[id(self), read_id] = source.block_ids
+        intact_start(self, read_id, source)
 
-    monkeypatch.setattr(SimTransferBackend, "_read_generations", corrupted)
-    monkeypatch.setattr(SimTransferBackend, "_read", noted_read)
+    def corrupted(self: SimTransferBackend, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        entries = intact(self, read_id)
+        if not left[0]:
+            return entries
+        left[0] -= 1
+        value = getattr(entries[0], field)
+        flipped = bytes([value[0] ^ 1]) + value[1:] if isinstance(value, bytes) else value ^ 1
+        own = destinations[sources[id(self), read_id]]
+        self._own.write_block(own, [7] * len(self._own.block(own)))  # as if the block had been reused
+        return (replace(entries[0], **{field: flipped}), *entries[1:])
+
+    monkeypatch.setattr(SimTransferBackend, "start_read", noted_read)
+    monkeypatch.setattr(SimTransferBackend, "start_read_generations", noted_start)
+    monkeypatch.setattr(SimTransferBackend, "generations", corrupted)
 
     async def run() -> list[SimAnswer]:
-        cluster = SimCluster(config(), MODEL, 21)
+        cluster = SimCluster(config(), replace(MODEL, two_sided=two_sided), 21)
         await cluster.start()
         await asyncio.sleep(1.0)
         requests = [

@@ -17,7 +17,7 @@ from tests.sim.unified_diff import PatchFailed, apply_patch
 
 ROOT = Path(__file__).parents[2]
 MUTATIONS = sorted((Path(__file__).parent / "mutations").glob("*.patch"))
-MIN_MUTATIONS = 14
+MIN_MUTATIONS = 15
 MAX_SEEDS = 60
 """Number of seeds within which the storm must find a mutation."""
 

@@ -61,8 +61,10 @@ def test_storm_with_a_fixed_seed_breaks_no_invariant(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_seed_gives_the_same_transcript_twice() -> None:
-    first, second = run_seed(7), run_seed(7)
+@pytest.mark.parametrize(("seed", "reads"), [(7, "two_sided=False"), (12, "two_sided=True")])
+def test_one_seed_gives_the_same_transcript_twice(seed: int, reads: str) -> None:
+    first, second = run_seed(seed), run_seed(seed)
+    assert reads in first.settings
     assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
     assert first.faults["cut"] > 5
     assert first.num_lost > 0
@@ -113,6 +115,14 @@ def test_fixed_seeds_draw_host_and_disk_tiers() -> None:
     configs = [draw_settings(Random(seed)).config for seed in fixed_seeds()]
     drawn = {(config.host_kv_memory is not None, config.disk_kv_size is not None) for config in configs}
     assert drawn == set(product((True, False), repeat=2))
+
+
+def test_fixed_seeds_draw_two_sided_reads_for_about_a_quarter() -> None:
+    models = [draw_settings(Random(seed)).model for seed in fixed_seeds()]
+    two_sided = [model for model in models if model.two_sided]
+    assert 0.1 < len(two_sided) / len(models) < 0.4
+    assert {model.link.failed > 0 for model in two_sided} == {False, True}
+    assert not any(model.link.failed for model in models if not model.two_sided)
 
 
 @pytest.mark.slow

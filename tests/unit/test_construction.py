@@ -28,6 +28,9 @@ COMPONENTS = {
 FOREIGN = {
     "config._attn_implementation",
     "member._value_",
+    "options._devices",
+    "options._threads",
+    "options._timeout",
     "read.handle._released",
     "server._server",
     "timer._scheduled",

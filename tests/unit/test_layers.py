@@ -26,7 +26,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastokens": ("baton.gateway.text.text_encoder",),
     "llguidance": ("baton.engine.constraints", "baton.gateway.grammar_checks"),
     # kv_path_pair is a program of its own
-    "torch": ("baton.model", "baton.transfer.*_backend", "baton.worker.device.kv_path_pair"),
+    "torch": ("baton.model", "baton.transfer.backends.collective", "baton.worker.device.kv_memory.kv_path_pair"),
     "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),
     "xxhash": ("baton.worker.disk.disk_format", "baton.worker.prefix_files.prefix_format"),
@@ -41,6 +41,8 @@ seeded generator."""
 NOT_SIMULATED = (
     "baton.model",
     "baton.transfer.*_backend",
+    "baton.transfer.backends.collective.*_group",
+    "baton.transfer.backends.collective.rendezvous_store",
     "baton.transfer.backends.nixl.nixl_thread",
     "baton.transfer.backends.prefault",
     "baton.gateway.gateway_main",
@@ -258,7 +260,7 @@ BROKEN = {
     ),
     "services/baton/rpc/worker_rpc.py": "import grpc.aio\n",
     "services/baton/wire/v1/x_pb2_grpc.py": "import grpc\n",
-    "services/baton/transfer/backends/local_backend.py": "import torch, time\ntime.sleep(1)\n",
+    "services/baton/transfer/backends/collective/nccl_group.py": "import torch, time\ntime.sleep(1)\n",
     "services/baton/transfer/owner/lease_deadlines.py": (
         "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n"
     ),

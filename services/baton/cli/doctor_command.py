@@ -7,6 +7,7 @@ import click
 
 
 @click.command()
+@click.argument("part", metavar="[links]", type=click.Choice(["links"]), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 @click.option(
     "--min-link-gbps",
@@ -14,11 +15,12 @@ import click
     default=0.0,
     help="Fail if KV moves more slowly between two processes, in gigabits per second; see `baton worker`.",
 )
-def doctor(as_json: bool, min_link_gbps: float) -> None:
+def doctor(part: str | None, as_json: bool, min_link_gbps: float) -> None:
     """Check whether this machine can run Baton.
 
-    Each problem comes with advice. The check of KV transfers starts two processes and takes some seconds. The
-    exit code is 1 if `baton up` cannot run here.
+    Each problem comes with advice. The checks of KV transfers start processes and take some seconds; `baton
+    doctor links` runs only these, and says what `--transfer auto` would use. The exit code is 1 if `baton up`
+    cannot run here.
     """
     from baton.cli.formatting import console
     from baton.core.plain_json import to_plain
@@ -28,7 +30,7 @@ def doctor(as_json: bool, min_link_gbps: float) -> None:
     styles = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStatus.FAIL: "bold red"}
     found = []
     out = console()
-    for finding in findings(checks_for(min_link_gbps)):
+    for finding in findings(checks_for(min_link_gbps, links_only=part is not None)):
         found.append(finding)
         if not as_json:
             style = styles[finding.verdict]

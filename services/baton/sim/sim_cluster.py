@@ -64,6 +64,7 @@ class SimModel:
     draft: step cost of a draft model, which knows no rules; None: there is none.
     copy_bytes_per_s: speed of copies between the device and the host tier.
     has_fixed_addresses: a process that is started again has the address of its predecessor.
+    two_sided: owners of KV take part in reads of it.
     """
 
     vocab_size: int = 251
@@ -77,6 +78,7 @@ class SimModel:
     delays: Delays = field(default_factory=Delays)
     clocks: ClockModel = field(default_factory=ClockModel)
     has_fixed_addresses: bool = False
+    two_sided: bool = False
 
 
 class SimCluster(InProcessCluster):
@@ -172,10 +174,13 @@ class SimCluster(InProcessCluster):
         self.stores.connect(name)
 
     def pause(self, name: str, *, reads_stop: bool = False) -> None:
-        """Pause a process, as SIGSTOP does. `reads_stop`: reads of its KV memory wait, too."""
+        """Pause a process, as SIGSTOP does.
+
+        reads_stop: reads of its KV memory wait, too. Two-sided reads always do
+        """
         running_loop().pause(name)
         self.network.paused(name)
-        if reads_stop:
+        if reads_stop or self.model.two_sided:
             self.fabric.block_reads_of(name)
 
     def resume(self, name: str) -> None:
@@ -227,9 +232,8 @@ class SimCluster(InProcessCluster):
         host_tier = None if tier is None else self._open_host_tier(tier, worker, memory)
         disk_tier = None if disk is None else disk.open(worker, memory, layout.block_bytes)
         self.tier_totals += [(each.tier, each.totals) for each in (host_tier, disk_tier) if each is not None]
-        backend = SimTransferBackend(
-            fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations, tier=tier
-        )
+        open_backend = partial(SimTransferBackend, fabric=self.fabric, two_sided=model.two_sided)
+        backend = open_backend(worker=worker, layout=layout, memory=memory, generations=generations, tier=tier)
         engine_config = EngineConfig(
             max_num_batched_tokens=config.step_tokens(on_gpu=False),
             max_num_seqs=config.max_num_seqs,

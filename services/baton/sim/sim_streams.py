@@ -2,12 +2,14 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.core.errors import Failure, StreamBroken
 from baton.core.interfaces import Duplex
 
+T = TypeVar("T")
 SendT = TypeVar("SendT")
 ReceiveT = TypeVar("ReceiveT")
 
@@ -15,6 +17,11 @@ MAX_BUFFERED = 65_536
 
 NETWORK = Context()
 """Context of the network's own timers, which no process clock and no pause affects."""
+
+
+def start_in_network(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Run work outside of any process, as a network card does."""
+    return asyncio.get_running_loop().create_task(work, context=NETWORK.copy())
 
 
 def process_at(address: str) -> str:

@@ -1,13 +1,17 @@
 """`TransferBackend`: the interface for reading KV blocks and generation-table entries from another worker's
 memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.messages.peer_messages import GroupMessage
+
+SendGroup = Callable[[GroupMessage], None]
+"""Sends a message to the other worker of a pair, on their stream. If that is broken, the message is lost."""
 
 
 class ReadState(Enum):
@@ -41,6 +45,53 @@ class GenerationEntry:
     worker_epoch: int
 
 
+def drop_message(message: GroupMessage) -> None:
+    """Drop a message: a `SendGroup` for backends whose reads are one-sided."""
+
+
+class ReadServer(Protocol):
+    """The owner's part in the two-sided reads of one reader, for as long as one stream of the reader lives.
+
+    Methods never block. Only the event loop may call them.
+    """
+
+    def receive(self, message: GroupMessage) -> None:
+        """Handle a message of the reader's side of a process group."""
+        ...
+
+    def expect_read(self, read_id: ReadId, block_ids: Sequence[int]) -> None:
+        """Send the blocks of a read, then their generation-table entries as they are after the blocks were
+        copied out of memory.
+
+        block_ids: of both regions, in the numbering of announcements. Reads are served in the order of calls.
+        """
+        ...
+
+    def refuse_read(self, read_id: ReadId, num_blocks: int) -> None:
+        """Let a read of so many blocks fail, because the reader may not read them."""
+        ...
+
+    def close(self) -> None:
+        """Stop to serve the reader, because its stream has ended."""
+        ...
+
+
+class NoReadServer:
+    """Implements `ReadServer` for backends whose reads are one-sided: there is nothing to do."""
+
+    def receive(self, message: GroupMessage) -> None:
+        pass
+
+    def expect_read(self, read_id: ReadId, block_ids: Sequence[int]) -> None:
+        pass
+
+    def refuse_read(self, read_id: ReadId, num_blocks: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class TransferBackend(Protocol):
     """Reads complete KV blocks from the memory of peers into own blocks.
 
@@ -49,21 +100,44 @@ class TransferBackend(Protocol):
     """
 
     @property
-    def two_sided(self) -> bool:
-        """True if the owner must take part in each read (`WillRead`, `expect_read`)."""
+    def transfers(self) -> tuple[str, ...]:
+        """Names of the kinds of memory (`KvMemory.transfer`) that this backend reads, the preferred one
+        first."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of own blocks, which reads go to."""
         ...
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:
-        """The regions of this worker's own memory, for `PeerHelloReply`: first the one with its own blocks,
-        which reads go to, then those that were added."""
+        """The regions of this worker's own memory, for `PeerHelloReply`.
+
+        For each of `transfers`: first the region with its own blocks, then those that were added.
+        """
         ...
 
-    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+    def is_two_sided(self, peer: KvMemory) -> bool:
+        """Return True if the peer takes part in each read of this memory (`WillRead`, `ReadServer`)."""
+        ...
+
+    def connect(self, peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
         """Start to connect to a peer. Idempotent for one incarnation.
+
+        send: sends messages of process groups to the peer. After the stream broke, call this again with that
+            of the new stream.
 
         Raises LayoutMismatch if the peer's layout or memory does not fit.
         """
+        ...
+
+    def receive(self, peer: KvMemory, message: GroupMessage) -> None:
+        """Handle a message of the owner's side of a process group."""
+        ...
+
+    def serve(self, reader: WorkerRef, send: SendGroup) -> ReadServer:
+        """Start to serve the reads that a reader announces on one stream. Called at the owner."""
         ...
 
     def forget(self, peer: KvMemory) -> None:
@@ -87,25 +161,19 @@ class TransferBackend(Protocol):
         at the owner."""
         ...
 
-    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Post the sends for a read. Called at the owner; does nothing if reads are one-sided.
-
-        The blocks are sent first. Their generation-table entries are sent once the blocks were copied out of
-        memory.
-        """
-        ...
-
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         """Start to read the source's blocks into own blocks, in the same order.
 
-        Raises ValueError for invalid ids.
+        If the read is two-sided, the caller announces it to the owner (`WillRead`) after this call, and in
+        the order of its calls. Raises ValueError for invalid ids.
         """
         ...
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         """Start to read the generation-table entries of the source's blocks.
 
-        Call it after the read of these blocks is terminal; otherwise the entries validate nothing.
+        Call it after the read of these blocks is terminal; otherwise the entries validate nothing. Two-sided
+        reads bring the entries with the blocks, and this returns those of the last such read of each block.
         """
         ...
 

@@ -83,7 +83,7 @@ class BlockCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., landing: _Optional[int] = ..., quarantined: _Optional[int] = ..., held_for_others: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("peer", "bytes_per_s", "inflight_bytes", "broken", "transport", "problem", "pull_s", "exposed_s", "dial_s")
+    __slots__ = ("peer", "bytes_per_s", "inflight_bytes", "broken", "transport", "problem", "pull_s", "exposed_s", "dial_s", "choice")
     PEER_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     INFLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Link(_message.Message):
     PULL_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     DIAL_S_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     peer: WorkerId
     bytes_per_s: float
     inflight_bytes: int
@@ -102,7 +103,8 @@ class Link(_message.Message):
     pull_s: float
     exposed_s: float
     dial_s: float
-    def __init__(self, peer: _Optional[_Union[WorkerId, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., pull_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dial_s: _Optional[float] = ...) -> None: ...
+    choice: str
+    def __init__(self, peer: _Optional[_Union[WorkerId, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., pull_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dial_s: _Optional[float] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class WorkerId(_message.Message):
     __slots__ = ("worker_id", "worker_epoch", "address")

@@ -11,7 +11,11 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize(
     "backend",
-    ["local", pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux"))],
+    [
+        "local",
+        "collective",
+        pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux")),
+    ],
 )
 def test_backend_is_measured_between_two_processes(backend: str) -> None:
     result = measure(backend)

@@ -119,8 +119,11 @@ async def test_constrained_samples_of_preempted_sequences_equal_the_reference() 
         pytest.param({"prefill": 2, "decode": 2}, {"transfer": "nixl"}, marks=pytest.mark.long),
         pytest.param({"prefill": 0, "decode": 0, "hybrid": 1}, {}, marks=pytest.mark.long),
         pytest.param({"prefill": 1, "decode": 1}, {"transfer": "local"}, marks=pytest.mark.long),
+        pytest.param({"prefill": 1, "decode": 1}, {"transfer": "collective"}),
+        pytest.param({"prefill": 2, "decode": 2}, {"transfer": "collective"}, marks=pytest.mark.long),
+        pytest.param({"prefill": 2, "decode": 2}, {"transfer": "auto"}, marks=pytest.mark.long),
     ],
-    ids=["2P+2D", "hybrid", "shared-memory"],
+    ids=["2P+2D", "hybrid", "shared-memory", "gloo-1P+1D", "gloo-2P+2D", "auto-2P+2D"],
 )
 async def test_answers_of_other_topologies_are_exact(
     checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]

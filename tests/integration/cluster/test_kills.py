@@ -40,9 +40,12 @@ TIMES = {"heartbeat_s": 0.5, "detection_s": 3.0, "scheduler_wait_s": 30.0, "step
 """A busy machine loses few workers with these times, and a paused one is still found soon."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[ProcessCluster]:
-    async with process_cluster(prefill=2, decode=2, transfer="nixl", max_num_batched_tokens=256, **TIMES) as running:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["nixl", pytest.param("collective", marks=pytest.mark.long)]
+)
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[ProcessCluster]:
+    settings = {"transfer": request.param, "max_num_batched_tokens": 256, **TIMES}
+    async with process_cluster(prefill=2, decode=2, **settings) as running:
         yield running
 
 

@@ -56,6 +56,13 @@ async def test_random_faults_for_a_minute(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("F-51")
+@pytest.mark.parametrize("transfer", ["collective", "auto"])
+async def test_random_faults_with_other_transports(transfer: str) -> None:
+    await run(150.0, seed=11, transfer=transfer)
+
+
+@pytest.mark.long
+@pytest.mark.fault("F-51")
 async def test_random_faults_for_ten_minutes() -> None:
     await run(600.0, seed=10)
 

@@ -39,6 +39,7 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from tests import builders
+from tests.group_reads import gloo_backend
 from tests.times import TEST_TIMES
 
 BLOCK_TOKENS = builders.BLOCK_SIZE_TOKENS
@@ -68,6 +69,8 @@ def pattern(text: str, index: int, size: int) -> Any:
 def make_backend(kind: str, worker: WorkerRef) -> tuple[HostMemory, TransferBackend]:
     memory = (allocate_shared if kind == "local" else allocate_private)(NUM_BLOCKS, layout().block_bytes)
     MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
+    if kind == "collective":
+        return memory, gloo_backend(layout(), memory, worker)
     if kind == "local":
         return memory, LocalBackend(worker=worker, layout=layout(), memory=memory)
     loopback = os.environ.get("PEER_LOOPBACK", "1") == "1"

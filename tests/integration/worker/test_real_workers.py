@@ -85,7 +85,7 @@ async def connect_gateway(processes: WorkerProcesses, worker: WorkerProcess) -> 
     return gateway
 
 
-@pytest.mark.parametrize("transfer", ["nixl", "local"])
+@pytest.mark.parametrize("transfer", ["nixl", "local", pytest.param("collective", marks=pytest.mark.long)])
 async def test_prefill_and_decode_processes_give_exact_answers_and_survive_faults(
     tmp_path: Path, transfer: str
 ) -> None:

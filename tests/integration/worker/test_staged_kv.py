@@ -12,7 +12,7 @@ from baton.model.device.kv_tensors import KvCache
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import ReadState
 from baton.transfer.backends.staged_backend import StagedBackend
-from baton.worker.device.kv_registration import register_gpu_memory
+from baton.worker.device.kv_memory.kv_registration import register_gpu_memory
 from tests import builders
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.model.loading.model_source import DEMO_DIR
-from baton.worker.device.kv_path import PathSpeed
+from baton.worker.device.kv_memory.kv_path import PathSpeed
 from bench.scenarios.engine import engine_gpu
 from bench.scenarios.engine.engine_gpu import ANSWERS, FIRST, VARIANTS, GpuBench, ReadyEngine, Variant
 from bench.support import fp8_checkpoint

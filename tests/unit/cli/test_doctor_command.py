@@ -31,6 +31,21 @@ def test_doctor_json_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(done.stdout) == [{"name": "cores", "verdict": "warn", "found": "1 core", "advice": "get two"}]
 
 
+@pytest.mark.parametrize(("args", "is_all"), [([], True), (["links"], False)])
+def test_doctor_links_runs_only_the_checks_of_transfers(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], is_all: bool
+) -> None:
+    ran: list[str] = []
+
+    def findings(checks: dict[str, object]) -> Iterator[Finding]:
+        ran.extend(checks)
+        yield ok("cpu", "x")
+
+    monkeypatch.setattr(doctor_findings, "findings", findings)
+    assert CliRunner().invoke(cli, ["doctor", *args]).exit_code == 0
+    assert ran == list(doctor_findings.CHECKS if is_all else doctor_findings.LINK_CHECKS)
+
+
 @pytest.mark.parametrize(("last", "code"), [(warn("a", "b", "c"), 0), (fail("a", "b", "c"), 1)])
 @pytest.mark.parametrize("output_flags", [[], ["--json"]])
 def test_doctor_exits_with_1_only_if_a_check_failed(

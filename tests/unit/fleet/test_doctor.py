@@ -12,7 +12,14 @@ import pytest
 from baton.core.errors import ConfigError
 from baton.fleet.doctor import doctor_links, doctor_software, findings
 from baton.fleet.doctor.doctor_check import CheckStatus, Finding, fail, ok, warn
-from baton.fleet.doctor.doctor_links import LinkMeasurement, ProcessPairFailed, cma_finding, transfer_findings
+from baton.fleet.doctor.doctor_links import (
+    BACKENDS,
+    LinkMeasurement,
+    ProcessPairFailed,
+    auto_findings,
+    cma_finding,
+    transfer_findings,
+)
 from baton.fleet.doctor.doctor_machine import (
     cores_finding,
     cpu_finding,
@@ -74,33 +81,61 @@ def test_finding_states_fact_and_advice(finding: Finding, verdict: CheckStatus, 
 
 
 @pytest.mark.parametrize(
-    ("version", "nixl", "local", "verdicts"),
+    ("version", "nixl", "local", "collective", "verdicts"),
     [
-        ("1.5.1", FAST, FAST, [OK, OK]),
-        ("1.5.1", LinkMeasurement(transport="tcp", bytes_per_s=2e9), FAST, [WARN, OK]),
-        ("1.5.1", BROKEN, FAST, [WARN, OK]),
-        (None, LinkMeasurement(problem="not installed"), FAST, [WARN, OK]),
-        ("1.5.1", FAST, BROKEN, [OK, WARN]),
-        ("1.5.1", BROKEN, BROKEN, [FAIL, FAIL]),
+        ("1.5.1", FAST, FAST, FAST, [OK, OK, OK, OK]),
+        ("1.5.1", LinkMeasurement(transport="tcp", bytes_per_s=2e9), FAST, FAST, [WARN, OK, OK, OK]),
+        ("1.5.1", BROKEN, FAST, FAST, [WARN, OK, OK, OK]),
+        (None, LinkMeasurement(problem="not installed"), FAST, FAST, [WARN, OK, OK, OK]),
+        ("1.5.1", FAST, BROKEN, FAST, [OK, WARN, OK, OK]),
+        ("1.5.1", FAST, FAST, BROKEN, [OK, OK, WARN, OK]),
+        ("1.5.1", BROKEN, BROKEN, FAST, [WARN, WARN, OK, OK]),
+        ("1.5.1", BROKEN, BROKEN, BROKEN, [FAIL, FAIL, FAIL]),
     ],
 )
-def test_doctor_fails_only_if_both_transfer_backends_fail(
-    version: str | None, nixl: LinkMeasurement, local: LinkMeasurement, verdicts: list[CheckStatus]
+def test_doctor_fails_only_if_all_transfer_backends_fail(
+    version: str | None,
+    nixl: LinkMeasurement,
+    local: LinkMeasurement,
+    collective: LinkMeasurement,
+    verdicts: list[CheckStatus],
 ) -> None:
-    found = list(transfer_findings(version, nixl, local))
+    found = list(transfer_findings(version, {"nixl": nixl, "local": local, "collective": collective}))
     assert [finding.verdict for finding in found] == verdicts
     assert all(
-        "5.2 GB/s between two processes over cma" in f.found for f, v in zip(found, verdicts, strict=True) if v is OK
+        "5.2 GB/s between two processes over cma" in f.found
+        for f, v in zip(found[:3], verdicts[:3], strict=True)
+        if v is OK
     )
 
 
 def test_doctor_fails_if_a_link_is_slower_than_required() -> None:
-    nixl, local = transfer_findings("1.5.1", FAST, FAST, min_link_gbps=FAST.bytes_per_s * 8 / 1e9 + 1)
-    for finding in (nixl, local):
+    measured = dict.fromkeys(BACKENDS, FAST)
+    *backends, auto = transfer_findings("1.5.1", measured, min_link_gbps=FAST.bytes_per_s * 8 / 1e9 + 1)
+    assert len(backends) == 3
+    for finding in backends:
         assert finding.verdict is FAIL
         assert "41.6 Gbit/s, but --min-link-gbps is 42.6" in finding.found
-    found = transfer_findings("1.5.1", FAST, FAST, min_link_gbps=FAST.bytes_per_s * 8 / 1e9)
-    assert [finding.verdict for finding in found] == [OK, OK]
+    assert (auto.verdict, auto.advice) == (FAIL, "lower --min-link-gbps")
+    found = transfer_findings("1.5.1", measured, min_link_gbps=FAST.bytes_per_s * 8 / 1e9)
+    assert [finding.verdict for finding in found] == [OK] * 4
+
+
+def test_doctor_names_the_backend_that_auto_would_use_and_the_speeds() -> None:
+    slow = LinkMeasurement(transport="gloo", bytes_per_s=0.75e9)
+    (found,) = auto_findings({"nixl": BROKEN, "local": slow, "collective": FAST})
+    assert found == ok(
+        "auto transfer",
+        "would use collective between two processes of this machine: nixl failed, local 0.75 GB/s, collective 5.2 GB/s",
+    )
+    (found,) = auto_findings({"nixl": slow, "local": FAST, "collective": FAST}, min_link_gbps=41)
+    assert found.found.startswith("would use local "), "workers prefer the first of equally fast backends"
+
+
+def test_checks_of_links_are_those_that_start_processes() -> None:
+    every, links = findings.checks_for(1.0), findings.checks_for(1.0, links_only=True)
+    assert list(every) == list(findings.CHECKS)
+    assert list(links) == list(findings.CHECKS)[-3:]
 
 
 def test_used_port_is_reported_with_its_flag() -> None:

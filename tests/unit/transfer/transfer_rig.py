@@ -13,12 +13,12 @@ from baton.core.ids import JobId, ReadId, WorkerRef
 from baton.core.interfaces import Duplex
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_layout import KvLayout, KvMemory
-from baton.core.messages.peer_messages import FirstToken, OwnerMessage, ReaderMessage
+from baton.core.messages.peer_messages import FirstToken, GroupMessage, OwnerMessage, ReaderMessage
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.tiers.kv_tier import BlockToStore
 from baton.engine.tiers.slots import TierSlots
 from baton.runtime.network.in_process_network import InProcessNetwork
-from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, SendGroup, drop_message
 from baton.transfer.backends.read_table import ReadTable
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.owner.owner_service import OwnerService
@@ -78,6 +78,29 @@ class Fabric:
         self.generation_reads_may_end.set()
 
 
+class FakeServer:
+    """The owner's part in the reads of one stream; notes what it is told."""
+
+    def __init__(self, backend: "FakeBackend", reader: WorkerRef, send: SendGroup) -> None:
+        self._backend, self._reader = backend, reader
+        self.send = send
+        self.received: list[GroupMessage] = []
+        self.refused: list[tuple[int, int]] = []
+        self.is_closed = False
+
+    def receive(self, message: GroupMessage) -> None:
+        self.received.append(message)
+
+    def expect_read(self, read_id: ReadId, block_ids: Sequence[int]) -> None:
+        self._backend.expected.append((read_id, self._reader.worker_id, tuple(block_ids)))
+
+    def refuse_read(self, read_id: ReadId, num_blocks: int) -> None:
+        self.refused.append((read_id, num_blocks))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 class FakeBackend:
     """Implements `TransferBackend` over a Fabric.
 
@@ -96,14 +119,18 @@ class FakeBackend:
         *,
         two_sided: bool = False,
         tier: MemoryGenerationTable | None = None,
+        transfer: str = "fake",
     ) -> None:
         """`tier`: the generation table of a second region, whose blocks need not be offered."""
-        self.two_sided = two_sided
+        self._two_sided = two_sided
         self._fabric, self._layout, self._worker = fabric, layout, worker
         self._reads = ReadTable()
         self._tasks: set[asyncio.Task[None]] = set()
         self.expected: list[tuple[int, str, tuple[int, ...]]] = []
         self.forgotten: list[str] = []
+        self.received: list[GroupMessage] = []
+        self.servers: list[FakeServer] = []
+        self.send_group: SendGroup = drop_message
         fabric.blocks[worker.worker_id] = [EMPTY] * NUM_BLOCKS
         fabric.tables[worker.worker_id] = table
         self._memory = KvMemory(
@@ -117,7 +144,10 @@ class FakeBackend:
             num_blocks=NUM_BLOCKS,
             generation_table_address=0,
             generation_entry_bytes=ENTRY_BYTES,
+            transfer=transfer,
         )
+        self.num_blocks = NUM_BLOCKS
+        self.transfers = (transfer,)
         self.memory: tuple[KvMemory, ...] = (self._memory,)
         if tier is not None:
             name = f"{worker.worker_id}-tier"
@@ -125,7 +155,18 @@ class FakeBackend:
             fabric.offered[name].update(range(tier.num_blocks))
             self.memory += (replace(self._memory, agent_name=name, num_blocks=tier.num_blocks),)
 
-    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+    def is_two_sided(self, peer: KvMemory) -> bool:
+        return self._two_sided
+
+    def receive(self, peer: KvMemory, message: GroupMessage) -> None:
+        self.received.append(message)
+
+    def serve(self, reader: WorkerRef, send: SendGroup) -> "FakeServer":
+        self.servers.append(FakeServer(self, reader, send))
+        return self.servers[-1]
+
+    def connect(self, peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
+        self.send_group = send
         if mismatch := self._layout.mismatch(layout):
             raise LayoutMismatch(mismatch)
 
@@ -133,16 +174,13 @@ class FakeBackend:
         self.forgotten.append(str(peer.owner))
 
     def transport_to(self, peer: KvMemory) -> str:
-        return "fake"
+        return self.transfers[0]
 
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
     def offer(self, block_ids: Sequence[int]) -> None:
         self._fabric.offered[self._worker.worker_id].update(block_ids)
-
-    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        self.expected.append((read_id, reader.worker_id, tuple(block_ids)))
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         assert set(source.block_ids) <= self._fabric.offered[source.memory.agent_name], (

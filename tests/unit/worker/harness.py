@@ -178,6 +178,7 @@ class Node:
             memory=memory,
             generations=generations,
             tier=tier,
+            two_sided=cluster.two_sided,
         )
         self.worker = Worker(
             WorkerParts(
@@ -212,10 +213,13 @@ def worker_times() -> dict[str, Any]:
 
 
 class Cluster:
-    """Workers by id on one simulated network."""
+    """Workers by id on one simulated network. two_sided: owners of KV take part in reads of it."""
 
-    def __init__(self, seed: int, delays: Delays, link: LinkModel, tracing: Tracing = OFF) -> None:
+    def __init__(
+        self, seed: int, delays: Delays, link: LinkModel, tracing: Tracing = OFF, *, two_sided: bool = False
+    ) -> None:
         self.seed = seed
+        self.two_sided = two_sided
         self.network = SimNetwork(Random(f"{seed}-network"), delays)
         self.fabric = SimFabric(Random(f"{seed}-fabric"), link)
         self.membership = StaticMembership()
@@ -271,10 +275,15 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    seed: int = 0, *, delays: Delays | None = None, link: LinkModel | None = None, tracing: Tracing = OFF
+    seed: int = 0,
+    *,
+    delays: Delays | None = None,
+    link: LinkModel | None = None,
+    tracing: Tracing = OFF,
+    two_sided: bool = False,
 ) -> AsyncIterator[Cluster]:
     """Yield an empty cluster. Workers that still run at the end are stopped."""
-    simulated = Cluster(seed, delays or Delays(), link or LinkModel(), tracing)
+    simulated = Cluster(seed, delays or Delays(), link or LinkModel(), tracing, two_sided=two_sided)
     try:
         yield simulated
     finally:
@@ -332,6 +341,7 @@ async def pair(
     delays: Delays | None = None,
     link: LinkModel | None = None,
     tracing: Tracing = OFF,
+    two_sided: bool = False,
     **changes: Any,
 ) -> AsyncIterator[Pair]:
     """Yield a prefill worker (`p_blocks` blocks) and a decode worker (`num_blocks` blocks) with a session to
@@ -339,7 +349,7 @@ async def pair(
 
     `changes` apply to the settings of both workers.
     """
-    async with cluster(seed, delays=delays, link=link, tracing=tracing) as simulated:
+    async with cluster(seed, delays=delays, link=link, tracing=tracing, two_sided=two_sided) as simulated:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
         both = Pair(
             simulated,

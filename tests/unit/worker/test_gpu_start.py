@@ -15,7 +15,7 @@ from baton.worker.device import gpu_start
 from baton.worker.device.draft_device import draft_config
 from baton.worker.device.gpu_start import LOADING, GpuFindings, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
-from baton.worker.device.kv_path import KvPath, KvPathChoice
+from baton.worker.device.kv_memory.kv_path import KvPath, KvPathChoice
 from baton.worker.device.worker_device import engine_config_of
 
 if TYPE_CHECKING:

@@ -221,9 +221,10 @@ async def test_a_failed_copy_fails_no_request() -> None:
         await simulated.until_clean()
 
 
+@pytest.mark.parametrize("two_sided", [False, True])
 @virtual
-async def test_a_peer_pulls_what_only_the_tier_has() -> None:
-    async with cluster() as simulated:
+async def test_a_peer_pulls_what_only_the_tier_has(two_sided: bool) -> None:
+    async with cluster(two_sided=two_sided) as simulated:
         host, peer = await start(simulated), await start(simulated, "q", num_blocks=128)
         for prompt in (0, 1, 2):
             await host.answer(prompt)

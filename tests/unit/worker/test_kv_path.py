@@ -10,8 +10,8 @@ from baton.fleet.doctor.doctor_check import CheckStatus
 from baton.fleet.doctor.doctor_gpu import allocator_findings, kv_path_finding
 from baton.runtime.child import process_pair
 from baton.runtime.child.verdict_cache import VerdictCache
-from baton.worker.device import kv_path
-from baton.worker.device.kv_path import (
+from baton.worker.device.kv_memory import kv_path
+from baton.worker.device.kv_memory.kv_path import (
     MEASURING,
     KvPath,
     PathSpeed,

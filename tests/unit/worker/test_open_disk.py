@@ -9,8 +9,8 @@ import pytest
 
 from baton.core.errors import ConfigError
 from baton.runtime.config.settings import WorkerConfig
-from baton.worker.device import open_disk
-from baton.worker.device.open_disk import MIN_STAGING_ROWS, host_copies, open_disk_tier
+from baton.worker.device.kv_memory import open_disk
+from baton.worker.device.kv_memory.open_disk import MIN_STAGING_ROWS, host_copies, open_disk_tier
 from baton.worker.disk.disk_format import DiskDefect
 from tests import builders
 from tests.unit.worker.test_block_file import full_disk

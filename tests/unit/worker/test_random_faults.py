@@ -143,7 +143,7 @@ class Scenario:
 
 
 @cache
-def play(seed: int, host_kv_memory: int = 0) -> list[Any]:
+def play(seed: int, host_kv_memory: int = 0, two_sided: bool = False) -> list[Any]:
     rng = Random(seed)
     link = LinkModel(bytes_per_s=rng.choice((1e6, 1e5)), stuck=rng.choice((0.0, 0.0, 0.02)), stuck_s=STUCK_S)
     delays = Delays(mean_s=rng.choice((0.0002, 0.005)))
@@ -161,6 +161,7 @@ def play(seed: int, host_kv_memory: int = 0) -> list[Any]:
             delays=delays,
             max_num_batched_tokens=rng.choice((16, 64)),
             host_kv_memory=host_kv_memory,
+            two_sided=two_sided,
             kv_windows=windows,
             **sizes,
         ) as workers:
@@ -185,9 +186,16 @@ def test_every_job_ends_once_with_a_host_tier(seed: int) -> None:
     assert any(tokens for _, tokens, _ in trace)
 
 
+@pytest.mark.parametrize("seed", range(SEEDS // 2))
+def test_every_job_ends_once_with_two_sided_reads(seed: int) -> None:
+    trace = play(seed, host_kv_memory=40 * BLOCK_BYTES if seed % 2 else 0, two_sided=True)
+    assert any(tokens for _, tokens, _ in trace)
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
 @pytest.mark.parametrize("host_kv_memory", [0, 40 * BLOCK_BYTES])
-def test_run_is_reproducible_from_its_seed(host_kv_memory: int) -> None:
-    assert play(3, host_kv_memory) == play.__wrapped__(3, host_kv_memory)
+def test_run_is_reproducible_from_its_seed(host_kv_memory: int, two_sided: bool) -> None:
+    assert play(3, host_kv_memory, two_sided) == play.__wrapped__(3, host_kv_memory, two_sided)
 
 
 def test_faults_are_injected() -> None:

@@ -192,7 +192,7 @@ def _links(links: Sequence[tuple[WorkerStatus, LinkReport]], max_links: int | No
     for worker, link in shown:
         result.add_row(
             f"{worker.worker.worker_id} reads {link.peer.worker_id}",
-            link.transport or "unknown",
+            _transport(link),
             speed(link.bytes_per_s) if link.bytes_per_s else "unmeasured",
             size(link.inflight_bytes),
             Text(link.problem or "broken", style="bold red") if link.broken else Text("ok", style="green"),
@@ -202,6 +202,12 @@ def _links(links: Sequence[tuple[WorkerStatus, LinkReport]], max_links: int | No
     rest = order[len(shown) :]
     num_broken = sum(link.broken for _, link in rest)
     return [result, Text(f"and {len(rest)} more links, {num_broken} broken", style="red" if num_broken else "")]
+
+
+def _transport(link: LinkReport) -> str:
+    """Return the transport of a link, with the measured speeds of all backends if there was a choice."""
+    transport = link.transport or "unknown"
+    return f"{transport} (of {link.choice})" if link.choice else transport
 
 
 def _processes(status: ClusterStatus, *, shows_hosts: bool) -> Table:

@@ -69,6 +69,7 @@ class LinkReport:
     dial_s: what connecting and the first read took; 0 if not measured.
     broken: a read was given up and no probe has succeeded since, or the link is refused as too slow.
     problem: why the link is not used, for operators; empty if it is.
+    choice: the measured speeds of all transfer backends of the pair, for operators; empty if it has one.
     """
 
     peer: WorkerRef
@@ -80,6 +81,7 @@ class LinkReport:
     pull_s: float = 0.0
     exposed_s: float = 0.0
     dial_s: float = 0.0
+    choice: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,6 +247,7 @@ class KvMemory:
     agent_metadata: opaque data of the transport
     generation_table_address: address of `num_blocks` entries of `generation_entry_bytes` each
     ucx_environment: what decides which transports UCX has in the owner's process; empty if UCX is not used
+    transfer: name of the transfer backend that reads it, such as `nixl`; empty if an earlier release sent it
     """
 
     owner: WorkerRef
@@ -265,3 +266,4 @@ class KvMemory:
     head_begin: int = 0
     num_heads: int = 0
     ucx_environment: str = ""
+    transfer: str = ""

@@ -19,12 +19,15 @@ class PeerHello:
 
     owner: the incarnation that it wants to reach; any other one refuses
     max_regions: regions of the owner's memory that the reader can read from; 0 means 1
+    transfers: names of the transfer backends that the reader has. Readers of earlier releases send none and
+        have the owner's first one
     """
 
     reader: WorkerRef
     owner: WorkerRef
     layout: KvLayout
     max_regions: int = 0
+    transfers: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
 
     @property
@@ -37,8 +40,8 @@ class PeerHello:
 class PeerHelloReply:
     """The owner's first message.
 
-    memory: its regions: device memory, then slower tiers, at most as many as the reader can read from.
-        Announcements number their blocks in one sequence
+    memory: its regions, for each transfer backend that both have: device memory, then slower tiers, at most
+        as many as the reader can read from. Announcements number the blocks of all regions in one sequence
     refusal: the reason value and field that do not match (layout, epoch or protocol version); empty if
     accepted. After a refusal `memory` is empty and the stream ends.
     """
@@ -84,11 +87,27 @@ class Renew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WillRead:
-    """Announces a read to the owner. Used by two-sided backends only."""
+    """Announces a read to the owner. Used by two-sided backends only.
+
+    block_ids: in the numbering of announcements
+    """
 
     transfer_id: TransferId
     read_id: ReadId
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMessage:
+    """Carries what a reader and an owner exchange to form a process group. Used by two-sided backends only.
+
+    group: number of the group on this stream, which the reader has chosen; larger than those before it
+    key, value: what one side publishes to the other. An empty key ends the group
+    """
+
+    group: int
+    key: str
+    value: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +131,7 @@ class Abandon:
     blocks_in_doubt: int
 
 
-ReaderMessage = PeerHello | Follow | Renew | WillRead | Release | Abandon
+ReaderMessage = PeerHello | Follow | Renew | WillRead | GroupMessage | Release | Abandon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,4 +189,4 @@ class Lost:
     reason: Reason
 
 
-OwnerMessage = PeerHelloReply | KvReady | Renewed | Lost
+OwnerMessage = PeerHelloReply | KvReady | Renewed | Lost | GroupMessage

@@ -8,7 +8,7 @@ from baton.core.errors import ConfigError
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
 from baton.fleet.doctor.doctor_software import cuda_of_pytorch
 from baton.worker.device.gpu_allocator import require_plain_segments
-from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
+from baton.worker.device.kv_memory.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
 
 
 def gpu_kv() -> Iterator[Finding]:

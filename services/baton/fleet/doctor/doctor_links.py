@@ -6,15 +6,17 @@ blocks of a prefill worker.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
+from baton.fleet.doctor.doctor_pair import BACKENDS
 from baton.runtime.child.process_pair import ProcessPairFailed, run_pair
 from baton.transfer.backends.nixl.pair_transport import UNKNOWN_TRANSPORT
 
+NIXL = "nixl"
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 MEASURE_TIMEOUT_S = 60.0
 CMA_TIMEOUT_S = 10.0
@@ -70,52 +72,67 @@ def cma_finding(problem: str, yama: str) -> Finding:
 
 
 def transfers(min_link_gbps: float = 0.0) -> Iterator[Finding]:
-    """Measure both transfer backends: NIXL (the default) and shared memory (`--transfer local`).
+    """Measure all transfer backends with KV in host memory, and say which one `--transfer auto` would use.
 
     min_link_gbps: workers with this setting refuse links below so many gigabits per second
     """
     installed = _nixl_version()
-    nixl = measure("nixl") if installed else LinkMeasurement(problem="not installed")
-    yield from transfer_findings(installed, nixl, measure("local"), min_link_gbps)
+    missing = LinkMeasurement(problem="not installed")
+    measured = {name: missing if name == NIXL and not installed else measure(name) for name in BACKENDS}
+    yield from transfer_findings(installed, measured, min_link_gbps)
 
 
 def transfer_findings(
-    nixl_version: str | None, nixl: LinkMeasurement, local: LinkMeasurement, min_link_gbps: float = 0.0
+    nixl_version: str | None, measured: Mapping[str, LinkMeasurement], min_link_gbps: float = 0.0
 ) -> Iterator[Finding]:
-    """Return one finding for each transfer backend.
+    """Return one finding for each transfer backend, then one for `auto`.
 
-    A failure is FAIL only if both backends fail. A speed below `min_link_gbps` is always FAIL.
+    measured: by the name of the backend, all of `BACKENDS`
+    A failure is FAIL only if all backends fail. A speed below `min_link_gbps` is always FAIL.
     """
-    failed = fail if nixl.problem and local.problem else warn
-    name = "nixl" if nixl_version is None else f"nixl {nixl_version}"
-    if nixl_version is None:
-        yield failed(name, nixl.problem, "pip install nixl (Linux only), or use --transfer local")
-    elif nixl.problem:
-        yield failed(
-            name,
-            nixl.problem,
-            "use --transfer local. For details, run `python -m baton.fleet.doctor.doctor_pair nixl owner`",
-        )
-    elif _is_refused(nixl, min_link_gbps):
-        yield _refused(name, nixl, min_link_gbps)
-    elif any(slow in nixl.transport for slow in SLOW_TRANSPORTS):
-        yield warn(
-            name,
-            _describe(nixl),
-            "processes of one machine can use shared memory: see cross-process reads, and UCX_TLS if you set it",
-        )
+    failed = fail if all(each.problem for each in measured.values()) else warn
+    for backend in BACKENDS:
+        found = measured[backend]
+        name = f"{backend} transfer"
+        if backend == NIXL:
+            name = NIXL if nixl_version is None else f"{NIXL} {nixl_version}"
+        if found.problem:
+            yield failed(name, found.problem, _remedy(backend, is_installed=nixl_version is not None))
+        elif _is_refused(found, min_link_gbps):
+            yield _refused(name, found, min_link_gbps)
+        elif backend == NIXL and any(slow in found.transport for slow in SLOW_TRANSPORTS):
+            yield warn(
+                name,
+                _describe(found),
+                "processes of one machine can use shared memory: see cross-process reads, and UCX_TLS if you set it",
+            )
+        else:
+            yield ok(name, _describe(found))
+    yield from auto_findings(measured, min_link_gbps)
+
+
+def auto_findings(measured: Mapping[str, LinkMeasurement], min_link_gbps: float = 0.0) -> Iterator[Finding]:
+    """Return the finding about `--transfer auto`: the fastest backend, and the speeds of all.
+
+    There is none if no backend works.
+    """
+    working = [name for name in BACKENDS if not measured[name].problem]
+    if not working:
+        return
+    chosen = max(working, key=lambda name: measured[name].bytes_per_s)  # the first of equally fast ones, as workers do
+    speeds = ", ".join(
+        f"{name} failed" if measured[name].problem else f"{name} {measured[name].bytes_per_s / 1e9:.3g} GB/s"
+        for name in BACKENDS
+    )
+    text = f"would use {chosen} between two processes of this machine: {speeds}"
+    if _is_refused(measured[chosen], min_link_gbps):
+        yield fail("auto transfer", f"{text}; --min-link-gbps is {min_link_gbps:g}", "lower --min-link-gbps")
     else:
-        yield ok(name, _describe(nixl))
-    if local.problem:
-        yield failed("local transfer", local.problem, "--transfer local cannot be used on this machine")
-    elif _is_refused(local, min_link_gbps):
-        yield _refused("local transfer", local, min_link_gbps)
-    else:
-        yield ok("local transfer", _describe(local))
+        yield ok("auto transfer", text)
 
 
 def measure(backend: str) -> LinkMeasurement:
-    """Read KV from another process through `backend` ("nixl" or "local").
+    """Read KV from another process through `backend`, one of `BACKENDS`.
 
     Takes a few seconds, at most `MEASURE_TIMEOUT_S`.
     """
@@ -139,8 +156,15 @@ def _refused(name: str, measured: LinkMeasurement, min_link_gbps: float) -> Find
     return fail(
         name,
         f"{_describe(measured)}: {gbps:.3g} Gbit/s, but --min-link-gbps is {min_link_gbps:g}",
-        "workers with this setting refuse the link; lower --min-link-gbps, or use the other --transfer",
+        "workers with this setting refuse the link; lower --min-link-gbps, or use another --transfer",
     )
+
+
+def _remedy(backend: str, *, is_installed: bool) -> str:
+    if backend == NIXL and not is_installed:
+        return "pip install nixl (Linux only), or use --transfer local or collective"
+    details = f"For details, run `python -m baton.fleet.doctor.doctor_pair {backend} owner`"
+    return f"use another --transfer. {details}"
 
 
 def _describe(measured: LinkMeasurement) -> str:

@@ -1,18 +1,20 @@
 """One of two processes that measure a transfer backend.
 
-`python -m baton.fleet.doctor.doctor_pair nixl|local owner` allocates KV memory, prints its address as one
-line of JSON and stays until standard input ends. `... nixl|local reader` takes that line on standard input,
-reads the memory, and prints `{"transport": ..., "bytes_per_s": ...}`.
+`python -m baton.fleet.doctor.doctor_pair nixl|local|collective owner` allocates KV memory, prints how to
+reach it as one line of JSON and stays until standard input ends. `... reader` takes that line on standard
+input, reads the memory, and prints `{"transport": ..., "bytes_per_s": ...}`.
 """
 
 import asyncio
 import json
 import secrets
 import sys
+from dataclasses import dataclass
 
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.plain_json import from_plain, to_plain
+from baton.fleet.doctor.doctor_channel import connect_reads, serve_reads
 from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
@@ -26,63 +28,99 @@ LAYOUT = KvLayout(
     groups=(LayerGroup(layer_begin=0, num_layers=8, components=(_COMPONENT,)),),
 )
 """Layout with blocks of 256 KiB."""
-NUM_READS = 12
-"""Number of reads, 8 MiB each, all of different memory. The fastest one counts, because other programs may
-use the cores meanwhile."""
-BACKENDS = ("nixl", "local")
+NUM_PARTS, NUM_ROUNDS = 12, 2
+"""Reads of 8 MiB: each part of the memory once a round. The fastest one counts, because other programs may
+use the cores meanwhile, and the first read of shared memory maps its pages."""
+BACKENDS = ("nixl", "local", "collective")
+"""Names as in `--transfer`, in the order in which `auto` prefers those that are equally fast."""
+LOOPBACK = "127.0.0.1"
 
 
-def allocate(backend: str) -> HostMemory:
-    """Allocate the KV memory that `backend` can read."""
-    return (allocate_private if backend == "nixl" else allocate_shared)(NUM_BLOCKS, LAYOUT.block_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairAddress:
+    """Address of the owner's memory. channel: path of the channel for two-sided reads; empty for others."""
+
+    memory: KvMemory
+    channel: str
 
 
-def open_backend(backend: str, worker: WorkerRef, memory: HostMemory) -> TransferBackend:
+def allocate(name: str, num_blocks: int = NUM_BLOCKS, layout: KvLayout = LAYOUT) -> HostMemory:
+    """Allocate the KV memory that the backend of that name can read."""
+    return (allocate_shared if name == "local" else allocate_private)(num_blocks, layout.block_bytes)
+
+
+def open_backend(name: str, worker: WorkerRef, memory: HostMemory, layout: KvLayout = LAYOUT) -> TransferBackend:
     """Create the transfer backend of that name over `memory`."""
-    if backend == "nixl":
+    if name == "nixl":
         from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
-        return NixlBackend.over(memory, worker=worker, layout=LAYOUT, loopback_only=True)
+        return NixlBackend.over(memory, worker=worker, layout=layout, loopback_only=True)
+    if name == "collective":
+        from baton.transfer.backends.collective.collective_backend import CollectiveBackend
+        from baton.transfer.backends.collective.group_kinds import GlooKind
+
+        kind = GlooKind(layout, memory, host=LOOPBACK)
+        return CollectiveBackend(worker=worker, layout=layout, kind=kind, num_blocks=memory.num_blocks)
     from baton.transfer.backends.local_backend import LocalBackend
 
-    return LocalBackend(worker=worker, layout=LAYOUT, memory=memory)
+    return LocalBackend(worker=worker, layout=layout, memory=memory)
 
 
-async def serve_memory(name: str) -> None:
+def new_worker(worker_id: str) -> WorkerRef:
+    """Return a worker of this process, which has no address."""
+    return WorkerRef(worker_id=worker_id, worker_epoch=secrets.randbits(64), address="")
+
+
+async def offer_memory(backend: TransferBackend, worker: WorkerRef, memory: HostMemory) -> None:
     """Make KV memory readable, print how to reach it, and wait until standard input ends."""
-    worker = WorkerRef(worker_id="owner", worker_epoch=secrets.randbits(64), address="")
-    memory = allocate(name)
     MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
-    backend = open_backend(name, worker, memory)
-    sys.stdout.write(json.dumps(to_plain(backend.memory[0])) + "\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.buffer.read)
+    async with serve_reads(backend, new_worker("reader")) as channel:
+        address = PairAddress(memory=backend.memory[0], channel=channel)
+        sys.stdout.write(json.dumps(to_plain(address)) + "\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.buffer.read)
     await backend.aclose()
+
+
+async def owner_address() -> PairAddress:
+    """Return the address that standard input describes."""
+    return from_plain(PairAddress, json.loads(await asyncio.to_thread(sys.stdin.readline)))
 
 
 async def measure_reads(name: str) -> None:
-    """Read the memory that standard input describes, and print the transport and the best speed."""
-    worker = WorkerRef(worker_id="reader", worker_epoch=secrets.randbits(64), address="")
-    backend = open_backend(name, worker, allocate(name))
-    peer = from_plain(KvMemory, json.loads(sys.stdin.readline()))
-    backend.connect(peer, LAYOUT)
-    num_blocks = min(backend.max_probe_blocks, NUM_BLOCKS // NUM_READS)
+    """Read the owner's memory, and print the transport and the best speed."""
+    backend = open_backend(name, new_worker("reader"), allocate(name))
+    owner = await owner_address()
+    num_blocks = min(backend.max_probe_blocks, NUM_BLOCKS // NUM_PARTS)
     loop = asyncio.get_running_loop()
     best_s = float("inf")
-    for number in range(NUM_READS):
-        source = KvDescriptor(memory=peer, block_ids=tuple(range(number * num_blocks, (number + 1) * num_blocks)))
-        began_s = loop.time()
-        backend.start_probe(ReadId(number), source)
-        state = await backend.wait(ReadId(number))
-        if state is not ReadState.DONE:
-            raise RuntimeError(f"reading the owner's memory ended in state {state.value}")
-        best_s = min(best_s, loop.time() - began_s)
-        backend.release(ReadId(number))
-    bytes_per_s = num_blocks * LAYOUT.block_bytes / best_s
-    sys.stdout.write(json.dumps({"transport": backend.transport_to(peer), "bytes_per_s": bytes_per_s}) + "\n")
+    async with connect_reads(backend, owner.memory, LAYOUT, owner.channel) as announce:
+        for number in range(NUM_ROUNDS * NUM_PARTS):
+            begin = number % NUM_PARTS * num_blocks
+            block_ids = tuple(range(begin, begin + num_blocks))
+            source = KvDescriptor(memory=owner.memory, block_ids=block_ids)
+            began_s = loop.time()
+            backend.start_probe(ReadId(number), source)
+            announce(ReadId(number), source)
+            state = await backend.wait(ReadId(number))
+            if state is not ReadState.DONE:
+                raise RuntimeError(f"reading the owner's memory ended in state {state.value}")
+            best_s = min(best_s, loop.time() - began_s)
+            backend.release(ReadId(number))
+        measured = {
+            "transport": backend.transport_to(owner.memory),
+            "bytes_per_s": num_blocks * LAYOUT.block_bytes / best_s,
+        }
+    sys.stdout.write(json.dumps(measured) + "\n")
     sys.stdout.flush()
-    backend.forget(peer)
     await backend.aclose()
+
+
+async def serve_memory(name: str) -> None:
+    """Run as the owner."""
+    worker, memory = new_worker("owner"), allocate(name)
+    memory.kv.fill(1)  # pages that were never written would be read faster
+    await offer_memory(open_backend(name, worker, memory), worker, memory)
 
 
 def main() -> None:

@@ -24,12 +24,14 @@ CHECKS: Mapping[str, Check] = {
     "transfer": doctor_links.transfers,
     "gpu kv": doctor_gpu.gpu_kv,
 }
-"""All checks by name, in display order. The last three start processes and take seconds."""
+"""All checks by name, in display order. Those in `LINK_CHECKS` start processes and take seconds."""
+LINK_CHECKS = ("cross-process reads", "transfer", "gpu kv")
 
 
-def checks_for(min_link_gbps: float) -> Mapping[str, Check]:
-    """Return all checks; those of transfers require this speed, in gigabits per second."""
-    return {**CHECKS, "transfer": partial(doctor_links.transfers, min_link_gbps)}
+def checks_for(min_link_gbps: float, *, links_only: bool = False) -> Mapping[str, Check]:
+    """Return all checks, or those of KV transfers; these require this speed, in gigabits per second."""
+    checks: dict[str, Check] = {**CHECKS, "transfer": partial(doctor_links.transfers, min_link_gbps)}
+    return {name: checks[name] for name in LINK_CHECKS} if links_only else checks
 
 
 def findings(checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:

@@ -75,6 +75,7 @@ _MEMORY = MessageMapping(
         "agent_name": checked(name),
         "memory_kind": checked(name),
         "ucx_environment": checked(name),
+        "transfer": checked(name),
     },
 )
 

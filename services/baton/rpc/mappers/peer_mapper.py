@@ -6,6 +6,7 @@ from baton.core.messages.peer_messages import (
     Abandon,
     FirstToken,
     Follow,
+    GroupMessage,
     HashRange,
     KvReady,
     Lost,
@@ -21,6 +22,9 @@ from baton.core.messages.peer_messages import (
 from baton.rpc.mappers import common_mapper as c
 from baton.rpc.mappers.kv_mapper import from_kv_layout, from_kv_memory, to_kv_layout, to_kv_memory
 from baton.wire.v1 import peer_pb2 as pb
+
+MAX_GROUP_VALUE = 64 * 1024
+"""Longest value in bytes that joins a process group. Gloo's addresses have some 200 bytes, NCCL's id 128."""
 
 
 def to_reader_message(message: ReaderMessage) -> pb.ReaderMessage:
@@ -48,6 +52,8 @@ def to_reader_message(message: ReaderMessage) -> pb.ReaderMessage:
                     transfer_id=message.transfer_id, read_id=message.read_id, block_ids=message.block_ids
                 )
             )
+        case GroupMessage():
+            return pb.ReaderMessage(group=_to_group(message))
         case PeerHello():
             return pb.ReaderMessage(
                 hello=pb.PeerHello(
@@ -56,6 +62,7 @@ def to_reader_message(message: ReaderMessage) -> pb.ReaderMessage:
                     owner=c.to_worker_ref(message.owner),
                     layout=to_kv_layout(message.layout),
                     max_regions=message.max_regions,
+                    transfers=message.transfers,
                 )
             )
 
@@ -83,6 +90,8 @@ def from_reader_message(message: pb.ReaderMessage) -> ReaderMessage:
             return WillRead(
                 transfer_id=TransferId(will.transfer_id), read_id=ReadId(will.read_id), block_ids=tuple(will.block_ids)
             )
+        case "group":
+            return _from_group(message.group)
         case "hello":
             hello = message.hello
             return PeerHello(
@@ -91,6 +100,7 @@ def from_reader_message(message: pb.ReaderMessage) -> ReaderMessage:
                 owner=c.from_worker_ref(hello.owner),
                 layout=from_kv_layout(hello.layout),
                 max_regions=hello.max_regions,
+                transfers=tuple(c.name(transfer, "transfers") for transfer in hello.transfers),
             )
         case _:
             raise invalid("a reader's message is of no known kind")
@@ -100,6 +110,8 @@ def to_owner_message(message: OwnerMessage) -> pb.OwnerMessage:
     match message:
         case KvReady():
             return pb.OwnerMessage(ready=_to_kv_ready(message))
+        case GroupMessage():
+            return pb.OwnerMessage(group=_to_group(message))
         case Renewed():
             return pb.OwnerMessage(renewed=pb.Renewed(renewal=message.renewal, lost=message.lost))
         case Lost():
@@ -123,6 +135,8 @@ def from_owner_message(message: pb.OwnerMessage) -> OwnerMessage:
     match message.WhichOneof("kind"):
         case "ready":
             return _from_kv_ready(message.ready)
+        case "group":
+            return _from_group(message.group)
         case "renewed":
             renewed = message.renewed
             return Renewed(renewal=renewed.renewal, lost=tuple(TransferId(lost) for lost in renewed.lost))
@@ -142,6 +156,16 @@ def from_owner_message(message: pb.OwnerMessage) -> OwnerMessage:
             )
         case _:
             raise invalid("an owner's message is of no known kind")
+
+
+def _to_group(message: GroupMessage) -> pb.GroupMessage:
+    return pb.GroupMessage(group=message.group, key=message.key, value=message.value)
+
+
+def _from_group(message: pb.GroupMessage) -> GroupMessage:
+    if len(message.value) > MAX_GROUP_VALUE:
+        raise invalid(f"group: a value has {len(message.value)} bytes; at most {MAX_GROUP_VALUE} are allowed")
+    return GroupMessage(group=message.group, key=c.name(message.key, "key"), value=message.value)
 
 
 def _to_follow(follow: Follow) -> pb.Follow:

@@ -130,6 +130,7 @@ _LINK = MessageMapping(
         "peer": _REF,
         "transport": _NAME,
         "problem": _NAME,
+        "choice": _NAME,
         "pull_s": _AMOUNT,
         "exposed_s": _AMOUNT,
         "dial_s": _AMOUNT,

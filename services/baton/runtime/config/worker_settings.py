@@ -216,12 +216,14 @@ class QueueSettings(Config):
 class TransferSettings(Config):
     """Timeouts and transport of KV transfers, and limits of a gateway's session with a worker."""
 
-    transfer: Literal["nixl", "local"] = setting(
-        "nixl", help="KV transport: nixl, or local (shared memory between processes of one machine)"
+    transfer: Literal["nixl", "local", "collective", "auto"] = setting(
+        "nixl",
+        help="KV transport: nixl; local (shared memory between processes of one machine); collective (NCCL between "
+        "GPUs, Gloo between CPUs); auto measures those that both workers of a pair have and uses the fastest",
     )
     gpu_kv: Literal["auto", "direct", "staged"] = setting(
         "auto",
-        help="how peers read the KV of a GPU with --transfer nixl; direct reads its memory, staged reads a copy in "
+        help="how peers read the KV of a GPU; direct reads its memory, staged reads a copy in "
         "host memory; auto measures both between two processes of this machine and uses the faster one; set it if "
         "peers are on other machines and their network reaches GPU memory (direct) or does not (staged)",
     )
@@ -289,6 +291,10 @@ class TransferSettings(Config):
             )
         if self.kv_port_range is not None:
             port_range(self.kv_port_range)
+            if self.transfer == "collective":
+                raise ConfigError(
+                    "kv_port_range limits the ports of NIXL only; --transfer collective uses any free port"
+                )
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -91,7 +91,8 @@ class StormSettings:
             f"host={config.host_kv_memory or 0} disk={config.disk_kv_size or 0} eviction={config.kv_eviction} "
             f"windows={model.windows} drafts={model.draft is not None} "
             f"fixed_addresses={model.has_fixed_addresses} stuck={model.link.stuck:g} "
-            f"reused={model.link.reused:g}/{model.link.reused_reloads:g} late={model.delays.late:g}"
+            f"reused={model.link.reused:g}/{model.link.reused_reloads:g} late={model.delays.late:g} "
+            f"two_sided={model.two_sided} failed={model.link.failed:g}"
         )
 
 
@@ -147,6 +148,9 @@ def draw_settings(rng: Random) -> StormSettings:
     draft = SimStepCost(base_s=0.0004, per_token_s=0.00001) if rng.random() < 0.3 else None
     model = replace(model, windows=windows, draft=draft, num_blocks=model.num_blocks * len(windows))
     values |= _draw_tiers(rng, sim_layout(block_size, windows), len(windows))
+    model = replace(model, two_sided=rng.random() < 0.25)
+    if model.two_sided:
+        model = replace(model, link=replace(model.link, failed=rng.choice((0.0, 0.003))))
     return StormSettings(
         config=ClusterConfig(**values), model=model, slo=slo if values["admission"] != "off" else NO_SLO
     )

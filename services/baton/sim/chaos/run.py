@@ -97,7 +97,7 @@ async def _run(settings: StormSettings, profile: ChaosProfile, report: ChaosRepo
         work.cancel()
         audit.result()
     answers = await work
-    cluster.fabric.link = replace(cluster.fabric.link, stuck=0.0, reused=0.0, reused_reloads=0.0)
+    cluster.fabric.link = replace(cluster.fabric.link, stuck=0.0, reused=0.0, reused_reloads=0.0, failed=0.0)
     await asyncio.sleep(SETTLE_S)
     cluster.fabric.settle()
     await _stop(audit)

@@ -14,7 +14,7 @@ from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.runtime.logging import get_logger
-from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, SendGroup, drop_message
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, HostMemory, attach_shared, generation_table_offset
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
@@ -22,6 +22,7 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entrie
 
 log = get_logger(__name__)
 
+TRANSFER = "local"
 TRANSPORT = "shared-memory"
 Blocks: TypeAlias = npt.NDArray[np.uint8]
 Work = Callable[[], tuple[ReadState, tuple[GenerationEntry, ...]]]
@@ -53,7 +54,7 @@ class LocalBackend(OneSidedBackend[Blocks, HostMemory]):
         self._thread = threading.Thread(target=self._run, name="kv-local", daemon=True)
         self._thread.start()
 
-    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+    def connect(self, peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
         """Map the peer's memory. If it is gone already, nothing is raised here, but reads from it fail."""
         self._check_layout(peer, layout)
         if peer.agent_name in self._peers:
@@ -138,4 +139,5 @@ def _described(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> KvMem
         generation_table_address=generation_table_offset(memory.num_blocks, layout.block_bytes),
         generation_entry_bytes=ENTRY_BYTES,
         num_layers=layout.num_layers,
+        transfer=TRANSFER,
     )

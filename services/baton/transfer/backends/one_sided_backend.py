@@ -7,7 +7,15 @@ from typing import Generic, TypeVar
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
-from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.core.messages.peer_messages import GroupMessage
+from baton.transfer.backend import (
+    GenerationEntry,
+    KvDescriptor,
+    NoReadServer,
+    ReadServer,
+    ReadState,
+    SendGroup,
+)
 from baton.transfer.backends.block_ranges import check_ids
 from baton.transfer.backends.read_table import ReadTable
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
@@ -30,8 +38,6 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
     tables, and reports the end of both to `_reads`.
     """
 
-    two_sided = False
-
     def __init__(
         self,
         *,
@@ -46,6 +52,8 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
         added: further regions that peers may read
         """
         self.max_probe_blocks = probe_blocks(memory.num_blocks, layout)
+        self.num_blocks = memory.num_blocks
+        self.transfers = (memory.transfer,)
         self._layout = layout
         self._memory = memory
         self._added = added
@@ -63,15 +71,21 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
     def memory(self) -> tuple[KvMemory, ...]:
         return (self._memory, *self._added)
 
+    def is_two_sided(self, peer: KvMemory) -> bool:
+        return False
+
+    def receive(self, peer: KvMemory, message: GroupMessage) -> None:
+        """Do nothing: reads are one-sided."""
+
+    def serve(self, reader: WorkerRef, send: SendGroup) -> ReadServer:
+        return NoReadServer()
+
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
         check_ids(block_ids, self._memory.num_blocks, "own")
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
     def offer(self, block_ids: Sequence[int]) -> None:
         """Do nothing: peers read the memory directly."""
-
-    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Do nothing: reads are one-sided."""
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         check_ids(block_ids, self._memory.num_blocks, "own")

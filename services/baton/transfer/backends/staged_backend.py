@@ -9,8 +9,17 @@ from typing import Protocol
 
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
-from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, TransferBackend
+from baton.transfer.backend import (
+    GenerationEntry,
+    KvDescriptor,
+    ReadServer,
+    ReadState,
+    SendGroup,
+    TransferBackend,
+    drop_message,
+)
 
 log = get_logger(__name__)
 
@@ -47,15 +56,28 @@ class StagedBackend:
         self._receiving: dict[ReadId, asyncio.Task[ReadState]] = {}
 
     @property
-    def two_sided(self) -> bool:
-        return self._host.two_sided
+    def transfers(self) -> tuple[str, ...]:
+        return self._host.transfers
+
+    @property
+    def num_blocks(self) -> int:
+        return self._host.num_blocks
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:
         return self._host.memory
 
-    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
-        self._host.connect(peer, layout)
+    def is_two_sided(self, peer: KvMemory) -> bool:
+        return self._host.is_two_sided(peer)
+
+    def connect(self, peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
+        self._host.connect(peer, layout, send)
+
+    def receive(self, peer: KvMemory, message: GroupMessage) -> None:
+        self._host.receive(peer, message)
+
+    def serve(self, reader: WorkerRef, send: SendGroup) -> ReadServer:
+        return self._host.serve(reader, send)
 
     def forget(self, peer: KvMemory) -> None:
         self._host.forget(peer)
@@ -72,9 +94,6 @@ class StagedBackend:
         An earlier announcement would let the peer read old bytes under a valid generation.
         """
         self._copies.to_host(block_ids)
-
-    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        self._host.expect_read(read_id, reader, block_ids)
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         self._host.start_read(read_id, source, block_ids)

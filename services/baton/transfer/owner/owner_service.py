@@ -3,17 +3,20 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 from baton.core.errors import Reason, StreamBroken
 from baton.core.ids import Incarnation, JobId, WorkerRef
 from baton.core.interfaces import Duplex, PinPool
 from baton.core.kv.block_hash import BlockHash
-from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.jobs import PROTOCOL_VERSION
 from baton.core.messages.peer_messages import (
     Abandon,
     FirstToken,
     Follow,
+    GroupMessage,
     KvReady,
     Lost,
     OwnerMessage,
@@ -28,7 +31,7 @@ from baton.core.request import LegTimeline
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
-from baton.transfer.backend import TransferBackend
+from baton.transfer.backend import ReadServer, TransferBackend
 from baton.transfer.owner.kv_owner import KvOwner, OwnerCounts, PrefixLookup
 
 log = get_logger(__name__)
@@ -64,7 +67,7 @@ class OwnerService:
         self._timer_s = 0.0  # when `_timer` is due; uvloop's handles do not tell after that time
         self.owner = KvOwner(
             layout=layout,
-            num_blocks=backend.memory[0].num_blocks,
+            num_blocks=backend.num_blocks,
             pins=pins,
             send=self._send,
             lookup=lookup,
@@ -129,7 +132,7 @@ class OwnerService:
             refusal = self._refusal(hello)
             if refusal or not isinstance(hello, PeerHello):
                 log.warning("peer_refused", refusal=refusal)
-                self._reply(stream, refusal)
+                self._reply(stream, refusal=refusal)
                 return
             await self._serve_reader(stream, hello)
         except (StreamBroken, TimeoutError):
@@ -161,8 +164,8 @@ class OwnerService:
             return f"{Reason.LAYOUT_MISMATCH.value}: {mismatch}; start both workers with the same model and settings"
         return ""
 
-    def _reply(self, stream: PeerStream, refusal: str = "", *, max_regions: int = 1) -> None:
-        memory = () if refusal else self._backend.memory[:max_regions]
+    def _reply(self, stream: PeerStream, hello: PeerHello | None = None, refusal: str = "") -> None:
+        memory = () if hello is None else readable_regions(self._backend.memory, hello)
         lease_s = 0.0 if refusal else self._lease_s
         stream.send(
             PeerHelloReply(owner=self._worker, layout=self._layout, memory=memory, lease_s=lease_s, refusal=refusal)
@@ -171,10 +174,11 @@ class OwnerService:
     async def _serve_reader(self, stream: PeerStream, hello: PeerHello) -> None:
         incarnation = hello.reader.incarnation
         # before `_send` finds the stream: the reader expects the reply first
-        self._reply(stream, max_regions=hello.num_readable_regions)
+        self._reply(stream, hello)
         previous = self._streams.get(incarnation)
         self._streams[incarnation] = stream
         stream_number = self.owner.stream_opened()
+        server = self._backend.serve(hello.reader, partial(_send_group, stream))
         try:
             if previous is not None:
                 await previous.aclose()  # the reader reconnected; messages of the old stream must not arrive later
@@ -182,13 +186,14 @@ class OwnerService:
                 message = await stream.receive()
                 if self._streams.get(incarnation) is not stream:
                     return
-                self._handle(hello, message, stream_number)
+                self._handle(hello, message, stream_number, server)
                 self._schedule_expiry()
         finally:
+            server.close()
             if self._streams.get(incarnation) is stream:
                 del self._streams[incarnation]
 
-    def _handle(self, hello: PeerHello, message: ReaderMessage, stream_number: int) -> None:
+    def _handle(self, hello: PeerHello, message: ReaderMessage, stream_number: int, server: ReadServer) -> None:
         reader, now_s = hello.reader, self._now_s()
         match message:
             case Follow():
@@ -197,9 +202,12 @@ class OwnerService:
                 self.owner.renew(reader, message, stream_number, now_s)
             case WillRead():
                 if self.owner.may_read(reader, message.transfer_id, message.block_ids):
-                    self._backend.expect_read(message.read_id, reader, message.block_ids)
+                    server.expect_read(message.read_id, message.block_ids)
                 else:
+                    server.refuse_read(message.read_id, len(message.block_ids))
                     self._send(reader, Lost(transfer_id=message.transfer_id, reason=Reason.LEASE_LOST))
+            case GroupMessage():
+                server.receive(message)
             case Release() | Abandon():
                 self.owner.release(reader, message, now_s)
             case PeerHello():
@@ -210,8 +218,7 @@ class OwnerService:
         if stream is None:
             return  # the reader's next Follow requests it again
         if isinstance(message, KvReady):
-            num_device_blocks = self._backend.memory[0].num_blocks
-            self._backend.offer([block_id for block_id in message.block_ids if block_id < num_device_blocks])
+            self._backend.offer([block_id for block_id in message.block_ids if block_id < self._backend.num_blocks])
         try:
             stream.send(message)
         except StreamBroken:
@@ -236,3 +243,20 @@ class OwnerService:
     @staticmethod
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
+
+
+def readable_regions(memory: Sequence[KvMemory], hello: PeerHello) -> tuple[KvMemory, ...]:
+    """Return the regions of an owner's memory that a reader can read: of each backend that both have, as many
+    as the reader asks for.
+
+    A reader of an earlier release names no backends. It gets the regions of the owner's first one.
+    """
+    transfers = hello.transfers or (memory[0].transfer,)
+    readable = [[region for region in memory if region.transfer == transfer] for transfer in dict.fromkeys(transfers)]
+    return tuple(region for regions in readable for region in regions[: hello.num_readable_regions])
+
+
+def _send_group(stream: PeerStream, message: GroupMessage) -> None:
+    """Send a message of a process group on the stream that the group belongs to, not on a later one."""
+    with suppress(StreamBroken):
+        stream.send(message)

@@ -45,7 +45,7 @@ class KvReader:
         """`min_link_gbps`: links measured below this many gigabits per second are not used; 0 uses any."""
         self._last_read_id = 0
         self._rng = rng
-        self._num_blocks = backend.memory[0].num_blocks
+        self._num_blocks = backend.num_blocks
         self._links: dict[Incarnation, PeerLink] = {}
         self._quarantine = Quarantine(backend, pool)
         self._is_closed = False

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from baton.core.cluster.worker_report import LinkReport
@@ -10,6 +12,7 @@ from baton.core.ids import TransferId, WorkerRef
 from baton.core.interfaces import Duplex
 from baton.core.messages.jobs import PROTOCOL_VERSION
 from baton.core.messages.peer_messages import (
+    GroupMessage,
     KvReady,
     Lost,
     OwnerMessage,
@@ -20,7 +23,9 @@ from baton.core.messages.peer_messages import (
     Renewed,
 )
 from baton.runtime.logging import get_logger
-from baton.transfer.reader.owner_regions import MAX_REGIONS, OwnerRegions
+from baton.transfer.backend import SendGroup, drop_message
+from baton.transfer.reader.backend_choice import BackendChoice
+from baton.transfer.reader.owner_regions import MAX_REGIONS, OwnerRegions, regions_by_transfer
 from baton.transfer.reader.peer_reads import PeerReads, Reading
 from baton.transfer.reader.pull import Pull
 
@@ -35,7 +40,7 @@ class PeerLink:
     """The stream to one owner incarnation and all pulls from it.
 
     The link ends (`has_ended`) if the owner refuses it or cannot be reached. `reads` is None until the owner
-    has answered the hello.
+    has answered the hello, and a backend was chosen if both have several.
     """
 
     def __init__(self, owner: WorkerRef, reading: Reading, on_ended: Callable[["PeerLink"], None]) -> None:
@@ -44,7 +49,8 @@ class PeerLink:
         self.lease_s = reading.times.lease_s
         self.next_renewal = 1
         self.has_ended = False
-        self.reads: PeerReads | None = None
+        self._choice: BackendChoice | None = None
+        self._send_group: SendGroup = drop_message
         self._reading = reading
         self._on_ended = on_ended
         self._stream: Duplex[ReaderMessage, OwnerMessage] | None = None
@@ -57,6 +63,16 @@ class PeerLink:
         self._clock = asyncio.get_running_loop().time
         self._runner = asyncio.get_running_loop().create_task(self._run())
         self.spawn(self._tick())
+
+    @property
+    def reads(self) -> PeerReads | None:
+        """The reads of the backend that is used; None if there is none yet."""
+        return self._choice.reads if self._choice is not None else None
+
+    @property
+    def num_owner_blocks(self) -> int:
+        """Number of blocks in all regions of the owner; 0 before the hello reply."""
+        return self._choice.num_blocks if self._choice is not None else 0
 
     @property
     def is_broken(self) -> bool:
@@ -92,6 +108,7 @@ class PeerLink:
             broken=self.reads.broken,
             transport=self.reads.transport,
             problem=self.reads.problem,
+            choice=self._choice.reason if self._choice is not None else "",
         )
 
     async def warmed(self) -> bool:
@@ -101,8 +118,8 @@ class PeerLink:
 
     def probe(self) -> None:
         """Start a probe, unless enough probes are running."""
-        if self.reads is not None and not self.has_ended:
-            self._start_warming(self.reads)
+        if self._choice is not None and not self.has_ended:
+            self._start_warming(self._choice)
 
     def follow(self, pull: Pull) -> None:
         """Add a pull and send its Follow, now or once the stream is connected."""
@@ -145,9 +162,8 @@ class PeerLink:
         self._warmed.set()
         if asyncio.current_task() is not self._runner:
             self._runner.cancel()
-        if self.reads is not None:
-            for memory in self.reads.regions.memories:
-                self._reading.backend.forget(memory)
+        if self._choice is not None:
+            self._choice.forget()
         self._on_ended(self)
 
     async def aclose(self) -> None:
@@ -159,7 +175,7 @@ class PeerLink:
         """Start slices while the in-flight limit allows it, in turn for all pulls, so that a long one delays
         no other."""
         reads = self.reads
-        if reads is None or self.has_ended:
+        if reads is None or self.has_ended or self._is_choosing:
             return
         while (num_blocks := reads.num_startable_blocks) > 0:
             pull = next((p for p in self._pulls.values() if p.has_work), None)
@@ -178,25 +194,25 @@ class PeerLink:
                 pull.fail(self.broken_by, f"the link is not used ({self.problem}); it is tried again")
         self.start_reads()
 
-    def _start_warming(self, reads: PeerReads) -> None:
+    def _start_warming(self, choice: BackendChoice) -> None:
         """Start to measure the link, unless it is being probed, or enough probes are running."""
-        if reads.may_probe and not self._is_probing:
+        if choice.may_start and not self._is_probing:
             self._is_probing = True
-            self.spawn(self._warm(reads))
+            self.spawn(self._warm(choice))
 
-    async def _warm(self, reads: PeerReads) -> None:
+    async def _warm(self, choice: BackendChoice) -> None:
         try:
-            await reads.warm()
+            await choice.measure()
         finally:
             self._is_probing = False
         self._warmed.set()
 
-    async def _repair(self, reads: PeerReads) -> None:
+    async def _repair(self, choice: BackendChoice) -> None:
         """Probe the broken link, unless it is being probed, or enough probes are running."""
-        if reads.broken and reads.may_probe and self._stream is not None and not self._is_probing:
+        if self.is_broken and choice.may_start and self._stream is not None and not self._is_probing:
             self._is_probing = True
             try:
-                await reads.repair()
+                await choice.repair()
             finally:
                 self._is_probing = False
 
@@ -230,6 +246,9 @@ class PeerLink:
         except asyncio.CancelledError:
             if not self.has_ended:
                 raise
+        except Exception:
+            log.exception("kv_link_failed", owner=str(self.owner))
+            self.close(Reason.TRANSFER_FAILED, "the link has failed; the worker's log has the error")
 
     async def _exchange_hellos(self, stream: Duplex[ReaderMessage, OwnerMessage], dialed_s: float) -> bool:
         """Send the hello and check the reply.
@@ -237,35 +256,31 @@ class PeerLink:
         Returns False, and ends the link, if epoch or layout do not match.
         """
         reading = self._reading
-        stream.send(PeerHello(reader=reading.worker, owner=self.owner, layout=reading.layout, max_regions=MAX_REGIONS))
+        stream.send(
+            PeerHello(
+                reader=reading.worker,
+                owner=self.owner,
+                layout=reading.layout,
+                max_regions=MAX_REGIONS,
+                transfers=reading.backend.transfers,
+            )
+        )
         async with asyncio.timeout(reading.times.hello_s):
             reply = await stream.receive()
         if not isinstance(reply, PeerHelloReply):
             raise StreamBroken(f"the first message of {self.owner} is {type(reply).__name__}; it must be a hello reply")
         reason, text = self._refusal(reply)
-        if reason is None and self.reads is None:
-            try:
-                for memory in reply.memory:
-                    reading.backend.connect(memory, reading.layout)
-            except LayoutMismatch as mismatch:
-                reason, text = Reason.LAYOUT_MISMATCH, str(mismatch)
+        known = self._choice
+        if reason is None:
+            reason, text = self._connect_backends(reply, stream, dialed_s)
         if reason is not None:
             log.warning("kv_owner_refused", owner=str(self.owner), reason=reason.value, refusal=text)
             self.close(reason, text)
             return False
         self.lease_s = reply.lease_s
         self._stream = stream
-        if self.reads is None:
-            self.reads = PeerReads(
-                self.owner,
-                OwnerRegions(reply.memory),
-                reading,
-                send=self.send,
-                on_change=self._reads_changed,
-                is_idle=lambda: not self._pulls and not self.has_ended,
-                dialed_s=dialed_s,
-            )
-            self._start_warming(self.reads)
+        if known is None and self._choice is not None:
+            self._start_warming(self._choice)
         for pull in list(self._pulls.values()):
             pull.follow()
         return True
@@ -286,10 +301,62 @@ class PeerLink:
         mismatch = self._reading.layout.mismatch(reply.layout)
         if mismatch is not None:
             return Reason.LAYOUT_MISMATCH, f"{Reason.LAYOUT_MISMATCH.value}: {mismatch}"
-        if not 1 <= len(reply.memory) <= MAX_REGIONS:
-            text = f"memory: the owner has {len(reply.memory)} regions; must be 1 to {MAX_REGIONS}"
-            return Reason.LAYOUT_MISMATCH, f"{Reason.LAYOUT_MISMATCH.value}: {text}"
         return None, ""
+
+    def _connect_backends(
+        self, reply: PeerHelloReply, stream: Duplex[ReaderMessage, OwnerMessage], dialed_s: float
+    ) -> tuple[Reason | None, str]:
+        """Connect the backends to the owner's memory, on this stream. Returns why it is refused, if it is."""
+        self._send_group = partial(_send_group, stream)
+        try:
+            self._choice = self._choice or self._backends_of(reply, dialed_s)
+            self._choice.reconnect()
+        except LayoutMismatch as mismatch:
+            return Reason.LAYOUT_MISMATCH, str(mismatch)
+        return None, ""
+
+    def _backends_of(self, reply: PeerHelloReply, dialed_s: float) -> BackendChoice:
+        """Return the backends that can read from the owner.
+
+        Raises LayoutMismatch if there are none. If there are several, those are left out whose memory does
+        not fit, such as shared memory of another host.
+        """
+        backend = self._reading.backend
+        found: list[OwnerRegions] = []
+        regions = regions_by_transfer(self.owner, reply.memory, backend.transfers)
+        for number, each in enumerate(regions):
+            try:
+                self._connect(each)
+            except LayoutMismatch as mismatch:
+                if number == len(regions) - 1 and not found:
+                    raise
+                log.info("kv_backend_left_out", owner=str(self.owner), transfer=each.transfer, problem=str(mismatch))
+                continue
+            found.append(each)
+        return BackendChoice(
+            [self._reads_of(each, dialed_s) for each in found],
+            backend,
+            connect=lambda reads: self._connect(reads.regions),
+        )
+
+    def _reads_of(self, regions: OwnerRegions, dialed_s: float) -> PeerReads:
+        return PeerReads(
+            self.owner,
+            regions,
+            self._reading,
+            send=self.send,
+            on_change=self._reads_changed,
+            is_idle=lambda: not self.has_ended and (not self._pulls or self._is_choosing),
+            dialed_s=dialed_s,
+        )
+
+    def _connect(self, regions: OwnerRegions) -> None:
+        for memory in regions.memories:
+            self._reading.backend.connect(memory, self._reading.layout, self._send_group)
+
+    @property
+    def _is_choosing(self) -> bool:
+        return self._choice is not None and self._choice.is_choosing
 
     async def _receive(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> None:
         while True:
@@ -305,6 +372,9 @@ class PeerLink:
                         self._fail(pull, message.reason)
                 case Renewed():
                     self._on_renewed(message)
+                case GroupMessage():
+                    if self._choice is not None:
+                        self._choice.receive(message)
                 case PeerHelloReply():
                     raise StreamBroken(f"{self.owner} sent a second hello reply")
 
@@ -345,8 +415,8 @@ class PeerLink:
                     pull.fail(Reason.LEASE_LOST, "the owner answered no renewal for the length of a lease")
             if self._pulls and self._stream is not None:
                 self._renew(now_s)
-            if self.reads is not None:
-                await self._repair(self.reads)
+            if self._choice is not None:
+                await self._repair(self._choice)
             await asyncio.sleep(renew_s)
 
     def _renew(self, now_s: float) -> None:
@@ -355,3 +425,9 @@ class PeerLink:
             del self._sent_renewals[next(iter(self._sent_renewals))]
         self.send(Renew(renewal=self.next_renewal))
         self.next_renewal += 1
+
+
+def _send_group(stream: Duplex[ReaderMessage, OwnerMessage], message: GroupMessage) -> None:
+    """Send a message of a process group on the stream that the group belongs to, not on a later one."""
+    with suppress(StreamBroken):
+        stream.send(message)

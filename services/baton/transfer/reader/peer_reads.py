@@ -88,6 +88,7 @@ class PeerReads:
     is_idle: returns True if no pull wants to read, so that there is time to measure
     broken_by: TRANSFER_TIMEOUT after a read that timed out, TRANSFER_FAILED after one that failed, else None
     is_tried: True once a read has succeeded
+    is_used: False while another backend reads from this owner; then nothing is reported
     """
 
     def __init__(
@@ -101,11 +102,13 @@ class PeerReads:
         is_idle: Callable[[], bool],
         dialed_s: float,
     ) -> None:
-        """`dialed_s`: when the attempt to connect began that the owner has answered."""
+        """`dialed_s`: when the attempt to connect began that the owner has answered. Costs are measured from
+        then."""
         self.owner, self.regions = owner, regions
         self.memory = regions.memories[0]
         self.broken_by: Reason | None = None
         self.is_tried = False
+        self.is_used = True
         self.inflight_blocks = 0
         self.block_bytes = shared.layout.block_bytes
         self.max_slice_blocks = max(1, MAX_SLICE_BYTES // self.block_bytes)
@@ -113,10 +116,10 @@ class PeerReads:
             deadline_min_s=shared.times.deadline_min_s, deadline_max_s=shared.times.deadline_max_s
         )
         self.costs = PullCosts()
-        self._dialed_s = dialed_s
+        self.dialed_s = dialed_s
         self._shared, self._backend = shared, shared.backend
         self._send, self._on_change, self._is_idle = send, on_change, is_idle
-        self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.memory[0].num_blocks))
+        self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.num_blocks))
         self._open_probes = 0
         self._doubted_blocks = 0
         self._doubted_probes = 0
@@ -176,9 +179,9 @@ class PeerReads:
         runs. The caller must then call `end_read` if it is terminal, else `quarantine`.
         """
         read_id = self._shared.next_read_id()
-        self._notify_owner(read_id, transfer_id, source)
         started_s = self._clock()
         self._backend.start_read(read_id, source, own)
+        self._notify_owner(read_id, transfer_id, source)
         state = await self._wait(read_id, self.inflight_blocks * self.block_bytes)
         if state is ReadState.DONE:
             self.bandwidth.ended(len(own) * self.block_bytes, started_s, self._clock())
@@ -241,7 +244,7 @@ class PeerReads:
             self.broken_by = reason
             self._required.reset()
             log.warning("kv_link_broken", owner=str(self.owner), reason=reason.value, transport=self.transport)
-            self._publish()
+            self.publish()
 
     async def _wait(self, read_id: ReadId, num_bytes: int) -> ReadState | None:
         """Wait for a read; None if its deadline passes.
@@ -255,8 +258,9 @@ class PeerReads:
             return None
 
     def _notify_owner(self, read_id: ReadId, transfer_id: TransferId, source: KvDescriptor) -> None:
-        if self._backend.two_sided:
-            self._send(WillRead(transfer_id=transfer_id, read_id=read_id, block_ids=source.block_ids))
+        if self._backend.is_two_sided(source.memory):
+            block_ids = self.regions.announced_ids(source)
+            self._send(WillRead(transfer_id=transfer_id, read_id=read_id, block_ids=block_ids))
 
     # -- probes ------------------------------------------------------------------------------------
 
@@ -267,10 +271,10 @@ class PeerReads:
         """
         read_id = self._shared.next_read_id()
         source = KvDescriptor(memory=self.memory, block_ids=tuple(range(num_blocks)))
-        self._notify_owner(read_id, PROBE_TRANSFER, source)
         started_s = self._clock()
         self._open_probes += 1
         self._backend.start_probe(read_id, source)
+        self._notify_owner(read_id, PROBE_TRANSFER, source)
         state = await self._wait(read_id, (self.inflight_blocks + num_blocks) * self.block_bytes)
         if state is None or state is ReadState.IN_DOUBT:
             num_doubted = 1 if state is ReadState.IN_DOUBT else 0
@@ -296,7 +300,7 @@ class PeerReads:
             if self.broken:
                 log.info("kv_link_repaired", owner=str(self.owner))
             self.is_tried, self.broken_by = True, None
-            self._publish()
+            self.publish()
 
     def _doubt(self, *, blocks: int = 0, probes: int = 0) -> None:
         """Count blocks and probes in doubt, and note since when they leave no way to use the link."""
@@ -324,7 +328,7 @@ class PeerReads:
         if not await self._probe_or_break(1):
             return
         if is_first:
-            self.costs.dial_s = self._clock() - self._dialed_s
+            self.costs.dial_s = self._clock() - self.dialed_s
         size, most = 1, min(self._backend.max_probe_blocks, self.memory.num_blocks)
         best = 0.0
         while self._is_idle() or not self._required.is_met:
@@ -338,7 +342,7 @@ class PeerReads:
             size = min(most, 4 * size)
         if not self._required.is_met:
             self._judge(best)
-        self._publish()
+        self.publish()
         if self.is_refused:
             return
         rate, transport = self.bandwidth.bytes_per_s or 0.0, self.transport
@@ -370,7 +374,10 @@ class PeerReads:
             self.break_link(Reason.TRANSFER_TIMEOUT if state is None else Reason.TRANSFER_FAILED)
         return state is ReadState.DONE
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Report the state of the link to the observer, and to the link itself."""
+        if not self.is_used:
+            return
         rate = self.bandwidth.bytes_per_s or 0.0
         self._shared.observer.link_changed(
             self.owner, transport=self.transport, bytes_per_s=rate, broken=self.broken, refused=self.is_refused

@@ -34,14 +34,20 @@ LEASE_MARGIN = 0.95
 class PullLink(Protocol):
     """The link to the owner, as a pull uses it.
 
-    `PeerLink` implements it. `reads` is None before the hello reply.
+    `PeerLink` implements it. `reads` is None until a backend is chosen. `num_owner_blocks`: of all regions of
+    the owner; 0 before the hello reply.
     """
 
     owner: WorkerRef
     observer: TransferObserver
     lease_s: float
     next_renewal: int
-    reads: PeerReads | None
+
+    @property
+    def reads(self) -> PeerReads | None: ...
+
+    @property
+    def num_owner_blocks(self) -> int: ...
 
     def send(self, message: ReaderMessage) -> None:
         """Send a message; it is lost if the stream is broken."""
@@ -188,7 +194,7 @@ class Pull:
         """Handle an announcement. It changes nothing for blocks that are being read or were received."""
         if self.has_ended:
             return
-        problem = self._blocks.problem(message, self._link.reads.regions.num_blocks if self._link.reads else 0)
+        problem = self._blocks.problem(message, self._link.num_owner_blocks)
         if problem:
             self._link.observer.validation_failed(self._link.owner, "shape")
             self.fail(Reason.VALIDATION_FAILED, f"invalid announcement: {problem}")

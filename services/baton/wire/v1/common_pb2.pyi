@@ -342,7 +342,7 @@ class KvLayout(_message.Message):
     def __init__(self, layout_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., hash_scheme: _Optional[str] = ..., sampler_version: _Optional[int] = ...) -> None: ...
 
 class KvMemory(_message.Message):
-    __slots__ = ("owner", "shard", "layer_begin", "num_layers", "head_begin", "num_heads", "agent_name", "agent_metadata", "memory_kind", "device_id", "base_address", "block_stride_bytes", "num_blocks", "generation_table_address", "generation_entry_bytes", "ucx_environment")
+    __slots__ = ("owner", "shard", "layer_begin", "num_layers", "head_begin", "num_heads", "agent_name", "agent_metadata", "memory_kind", "device_id", "base_address", "block_stride_bytes", "num_blocks", "generation_table_address", "generation_entry_bytes", "ucx_environment", "transfer")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +359,7 @@ class KvMemory(_message.Message):
     GENERATION_TABLE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_ENTRY_BYTES_FIELD_NUMBER: _ClassVar[int]
     UCX_ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     owner: WorkerRef
     shard: int
     layer_begin: int
@@ -375,7 +376,8 @@ class KvMemory(_message.Message):
     generation_table_address: int
     generation_entry_bytes: int
     ucx_environment: str
-    def __init__(self, owner: _Optional[_Union[WorkerRef, _Mapping]] = ..., shard: _Optional[int] = ..., layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., head_begin: _Optional[int] = ..., num_heads: _Optional[int] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., base_address: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., generation_table_address: _Optional[int] = ..., generation_entry_bytes: _Optional[int] = ..., ucx_environment: _Optional[str] = ...) -> None: ...
+    transfer: str
+    def __init__(self, owner: _Optional[_Union[WorkerRef, _Mapping]] = ..., shard: _Optional[int] = ..., layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., head_begin: _Optional[int] = ..., num_heads: _Optional[int] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., base_address: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., generation_table_address: _Optional[int] = ..., generation_entry_bytes: _Optional[int] = ..., ucx_environment: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("worker", "num_blocks", "num_host_blocks")

@@ -8,34 +8,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReaderMessage(_message.Message):
-    __slots__ = ("hello", "follow", "renew", "will_read", "release", "abandon")
+    __slots__ = ("hello", "follow", "renew", "will_read", "release", "abandon", "group")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     WILL_READ_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     follow: Follow
     renew: Renew
     will_read: WillRead
     release: Release
     abandon: Abandon
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., will_read: _Optional[_Union[WillRead, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
+    group: GroupMessage
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., will_read: _Optional[_Union[WillRead, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., group: _Optional[_Union[GroupMessage, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol_version", "reader", "owner", "layout", "max_regions")
+    __slots__ = ("protocol_version", "reader", "owner", "layout", "max_regions", "transfers")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_REGIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     reader: _common_pb2.WorkerRef
     owner: _common_pb2.WorkerRef
     layout: _common_pb2.KvLayout
     max_regions: int
-    def __init__(self, protocol_version: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., owner: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., max_regions: _Optional[int] = ...) -> None: ...
+    transfers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., owner: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., max_regions: _Optional[int] = ..., transfers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HashRange(_message.Message):
     __slots__ = ("hashes", "cache_salt")
@@ -77,6 +81,16 @@ class WillRead(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, transfer_id: _Optional[int] = ..., read_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GroupMessage(_message.Message):
+    __slots__ = ("group", "key", "value")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    key: str
+    value: bytes
+    def __init__(self, group: _Optional[int] = ..., key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
 class Release(_message.Message):
     __slots__ = ("transfer_id", "outcome", "transfer_bytes", "duration_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -98,16 +112,18 @@ class Abandon(_message.Message):
     def __init__(self, transfer_id: _Optional[int] = ..., blocks_in_doubt: _Optional[int] = ...) -> None: ...
 
 class OwnerMessage(_message.Message):
-    __slots__ = ("hello_reply", "ready", "renewed", "lost")
+    __slots__ = ("hello_reply", "ready", "renewed", "lost", "group")
     HELLO_REPLY_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     hello_reply: PeerHelloReply
     ready: KvReady
     renewed: Renewed
     lost: Lost
-    def __init__(self, hello_reply: _Optional[_Union[PeerHelloReply, _Mapping]] = ..., ready: _Optional[_Union[KvReady, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ...) -> None: ...
+    group: GroupMessage
+    def __init__(self, hello_reply: _Optional[_Union[PeerHelloReply, _Mapping]] = ..., ready: _Optional[_Union[KvReady, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., group: _Optional[_Union[GroupMessage, _Mapping]] = ...) -> None: ...
 
 class PeerHelloReply(_message.Message):
     __slots__ = ("protocol_version", "owner", "layout", "memory", "lease_s", "refusal")

@@ -239,7 +239,7 @@ class BlockCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., receiving: _Optional[int] = ..., quarantined: _Optional[int] = ..., held_for_others: _Optional[int] = ...) -> None: ...
 
 class LinkReport(_message.Message):
-    __slots__ = ("peer", "bytes_per_s", "inflight_bytes", "broken", "transport", "problem", "pull_s", "exposed_s", "dial_s")
+    __slots__ = ("peer", "bytes_per_s", "inflight_bytes", "broken", "transport", "problem", "pull_s", "exposed_s", "dial_s", "choice")
     PEER_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     INFLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +249,7 @@ class LinkReport(_message.Message):
     PULL_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     DIAL_S_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     peer: _common_pb2.WorkerRef
     bytes_per_s: float
     inflight_bytes: int
@@ -258,7 +259,8 @@ class LinkReport(_message.Message):
     pull_s: float
     exposed_s: float
     dial_s: float
-    def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., pull_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dial_s: _Optional[float] = ...) -> None: ...
+    choice: str
+    def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., pull_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dial_s: _Optional[float] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "recent_prefill_share", "target_step_s", "ttft_target_factor", "tpot_target_factor", "announce_every", "tokens_per_step", "tiers", "reloads")

@@ -14,9 +14,9 @@ from baton.runtime.config.durations import format_duration
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of, parse_step_costs
 from baton.worker.costs.step_cost_keeper import work_of
-from baton.worker.device.kv_registration import register_host_memory
-from baton.worker.device.open_disk import host_copies, open_disk_tier
-from baton.worker.device.open_tier import num_slots_for_worker, open_host_tier
+from baton.worker.device.kv_memory.kv_registration import register_host_memory
+from baton.worker.device.kv_memory.open_disk import host_copies, open_disk_tier
+from baton.worker.device.kv_memory.open_tier import num_slots_for_worker, open_host_tier
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 from baton.worker.prefix_files.staged_blocks import StagedBlocks
 from baton.worker.tiers.tier_copies import CopyThread

@@ -11,7 +11,7 @@ from baton.runtime.logging import get_logger
 from baton.worker.device.compile_caches import share_compile_caches
 from baton.worker.device.gpu_allocator import require_plain_segments
 from baton.worker.device.gpu_use import step_tokens_of, uses_gpu
-from baton.worker.device.kv_path import KvPath, KvPathChoice, kv_path_for, path_facts
+from baton.worker.device.kv_memory.kv_path import KvPath, KvPathChoice, kv_path_for, path_facts
 
 if TYPE_CHECKING:
     from baton.model.gpu_check.check_backends import CheckedModel
@@ -51,7 +51,7 @@ def find_out_about_gpu(config: WorkerConfig, draft: WorkerConfig | None, say: Sa
         log.info("worker_starting", activity=text)
         say(text)
 
-    if config.transfer == "nixl":
+    if config.transfer in ("nixl", "auto"):
         require_plain_segments(os.environ)
     share_compile_caches(os.environ)
     checked = [checked_model(each) for each in (config, draft) if each is not None]
@@ -66,7 +66,9 @@ def find_out_about_gpu(config: WorkerConfig, draft: WorkerConfig | None, say: Sa
 
 def kv_path_of(config: WorkerConfig, say: Say) -> KvPathChoice:
     """Return how peers will read the KV of a GPU; `DIRECT` without a reason where KV is not registered."""
-    if config.transfer != "nixl":
+    if config.transfer == "local":
+        return KvPathChoice(path=KvPath.DIRECT, reason="")
+    if config.transfer == "collective" and config.gpu_kv == "auto":
         return KvPathChoice(path=KvPath.DIRECT, reason="")
     return kv_path_for(config.gpu_kv, facts=path_facts() if config.gpu_kv == "auto" else {}, say=say)
 

@@ -27,10 +27,10 @@ from baton.worker.device.draft_device import LoadedDraft, draft_config, load_dra
 from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.gpu_start import Say, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
-from baton.worker.device.kv_path import KvPath
-from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
-from baton.worker.device.open_disk import host_copies, open_disk_tier
-from baton.worker.device.open_tier import MAX_PINNED_TIER_BYTES, num_slots_for_worker, open_host_tier
+from baton.worker.device.kv_memory.kv_path import KvPath
+from baton.worker.device.kv_memory.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
+from baton.worker.device.kv_memory.open_disk import host_copies, open_disk_tier
+from baton.worker.device.kv_memory.open_tier import MAX_PINNED_TIER_BYTES, num_slots_for_worker, open_host_tier
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 from baton.worker.prefix_files.staged_blocks import StagedBlocks
@@ -199,7 +199,7 @@ def _open_kv(
         disk = open_disk_tier(config, worker, layout, host_copies(kv))
         return cache, registered, open_host_tier(worker, registered, kv=kv), disk, host_copies(kv)
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
-    if config.transfer == "nixl":
+    if config.transfer in ("nixl", "auto"):
         require_plain_memory(gpu_segments(), cache.memory.data_ptr())
     registered = register_gpu_memory(config, worker, cache, path=path, num_slots=num_slots)
     copies_to = partial(DeviceCopies, cache)

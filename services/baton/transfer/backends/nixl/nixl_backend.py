@@ -18,7 +18,7 @@ from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.runtime.logging import get_logger
-from baton.transfer.backend import KvDescriptor
+from baton.transfer.backend import KvDescriptor, SendGroup, drop_message
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, HostMemory, KvRegion, anonymous_region
 from baton.transfer.backends.nixl import ucx
@@ -31,6 +31,7 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES
 
 log = get_logger(__name__)
 
+TRANSFER = "nixl"
 _CLOSE_S, _EXIT_S = 5.0, 2.0
 
 
@@ -95,7 +96,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         """Build a backend over host memory from `allocate_private`."""
         return cls(worker=worker, layout=layout, kv=memory.region, generation=_generation_region(memory), **settings)
 
-    def connect(self, peer: KvMemory, layout: KvLayout) -> None:
+    def connect(self, peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
         self._check_layout(peer, layout)
         if peer.memory_kind not in SEGMENTS:
             raise LayoutMismatch(
@@ -176,6 +177,7 @@ def _described(
             generation_entry_bytes=ENTRY_BYTES,
             num_layers=layout.num_layers,
             ucx_environment=ucx_environment(),
+            transfer=TRANSFER,
         )
         for blocks, table in regions
     ]

@@ -5,7 +5,7 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.engine.kv_cache.sizing import num_tier_slots
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backends.host_memory import Bytes
-from baton.worker.device.kv_registration import RegisteredMemory
+from baton.worker.device.kv_memory.kv_registration import RegisteredMemory
 from baton.worker.tiers.host_tier import HostTier
 from baton.worker.tiers.tier_copies import CopyThread, HostCopies, TierCopies
 

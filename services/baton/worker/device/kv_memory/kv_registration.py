@@ -1,11 +1,10 @@
 """Allocates the KV memory of a worker and registers it with the transfer backend, so that peers can read
 it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from baton.core.errors import ConfigError, LayoutMismatch
 from baton.core.ids import WorkerRef
@@ -20,21 +19,25 @@ from baton.transfer.backends.host_memory import (
     Bytes,
     HostMemory,
     KvRegion,
-    allocate_private,
-    allocate_shared,
     anonymous,
 )
 from baton.transfer.backends.one_sided_backend import probe_blocks
 from baton.transfer.backends.staged_backend import StagedBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
-from baton.worker.device.kv_path import KvPath
+from baton.worker.device.kv_memory.kv_path import KvPath
+from baton.worker.device.kv_memory.open_transfer import (
+    allocator_for,
+    combined,
+    nixl_required,
+    nixl_settings,
+    open_collective_on_gpu,
+    open_host_backend,
+)
 
 if TYPE_CHECKING:
     from baton.model.device.kv_tensors import KvCache
 
 log = get_logger(__name__)
-
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +77,12 @@ def register_host_memory(
     registration.
 
     num_slots: of the host tier; 0 for none.
-    Raises ConfigError if the memory cannot be allocated or NIXL is missing.
+    Raises ConfigError if the memory cannot be allocated, or the transfer backend cannot be used here.
     """
     memory = _allocate(config, layout, num_blocks, "--kv-memory")
     generations = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
     slots, tier = _allocate_tier(config, worker, layout, num_slots)
-    backend: TransferBackend
-    if config.transfer == "local":
-        from baton.transfer.backends.local_backend import LocalBackend
-
-        backend = LocalBackend(worker=worker, layout=layout, memory=memory, tier=slots)
-    else:
-        from baton.transfer.backends.nixl.nixl_backend import NixlBackend
-
-        with _nixl_required():
-            backend = NixlBackend.over(memory, worker=worker, layout=layout, tier=slots, **_nixl_settings(config))
+    backend = open_host_backend(config, worker, layout, memory, slots)
     memory.prefault()
     if slots is not None:
         slots.prefault()
@@ -103,9 +97,8 @@ def register_host_memory(
 
 def _allocate(config: WorkerConfig, layout: KvLayout, num_blocks: int, option: str) -> HostMemory:
     """Allocate memory that the transfer backend can register. `option`: sets its size."""
-    allocate = allocate_shared if config.transfer == "local" else allocate_private
     try:
-        return allocate(num_blocks, layout.block_bytes)
+        return allocator_for(config.transfer)(num_blocks, layout.block_bytes)
     except OSError as error:
         size = format_size(num_blocks * layout.block_bytes)
         raise ConfigError(f"cannot allocate {size} for KV ({error.strerror}): set a smaller {option}") from error
@@ -137,7 +130,7 @@ def register_gpu_memory(
     num_slots: of the host tier; 0 for none.
     Raises ConfigError if there is not enough host memory for staging.
     """
-    if config.transfer == "nixl" and (path is KvPath.DIRECT or not _can_stage(config, cache, free_bytes())):
+    if config.transfer != "local" and (path is KvPath.DIRECT or not _can_stage(config, cache, free_bytes())):
         try:
             return register_directly(config, worker, cache, num_slots=num_slots)
         except (ConfigError, LayoutMismatch):
@@ -190,48 +183,44 @@ def register_staged(
 def register_directly(
     config: WorkerConfig, worker: WorkerRef, cache: "KvCache", memory_kind: str = "cuda", *, num_slots: int = 0
 ) -> RegisteredMemory:
-    """Register the KV cache of a GPU itself. Raises what NIXL raises if it does not support this memory.
+    """Register the KV cache of a GPU itself, with NIXL, NCCL or both, by `--transfer`.
+
+    Raises what NIXL raises if it does not support this memory.
 
     `memory_kind`: `HOST` tries the code without a GPU. `num_slots`: of the host tier; 0 for none.
     """
     import numpy as np
 
     from baton.model.device.device_info import bind_thread
-    from baton.transfer.backends.nixl.nixl_backend import NixlBackend
 
     scratch = cache.memory.new_zeros(probe_blocks(cache.num_blocks, cache.layout), cache.layout.block_bytes)
     gpu_region = partial(KvRegion, memory_kind=memory_kind, device_id=cache.device.index or 0)
     table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
     slots, tier = _allocate_tier(config, worker, cache.layout, num_slots)
-    with _nixl_required():
-        backend = NixlBackend(
-            worker=worker,
-            layout=cache.layout,
-            kv=gpu_region(address=cache.memory.data_ptr(), num_bytes=cache.memory.nbytes),
-            generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
-            scratch=gpu_region(address=scratch.data_ptr(), num_bytes=scratch.nbytes, owner=scratch),
-            tier=slots,
-            bind_thread=partial(bind_thread, cache.device) if memory_kind != HOST else lambda: None,
-            **_nixl_settings(config),
-        )
+
+    def open_nixl() -> TransferBackend:
+        with nixl_required():
+            from baton.transfer.backends.nixl.nixl_backend import NixlBackend
+
+            return NixlBackend(
+                worker=worker,
+                layout=cache.layout,
+                kv=gpu_region(address=cache.memory.data_ptr(), num_bytes=cache.memory.nbytes),
+                generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
+                scratch=gpu_region(address=scratch.data_ptr(), num_bytes=scratch.nbytes, owner=scratch),
+                tier=slots,
+                bind_thread=partial(bind_thread, cache.device) if memory_kind != HOST else lambda: None,
+                **nixl_settings(config),
+            )
+
+    def open_nccl() -> TransferBackend:
+        return open_collective_on_gpu(config, worker, cache, table, slots)
+
+    openers = {"nixl": [open_nixl], "collective": [open_nccl], "auto": [open_nixl, open_nccl]}[config.transfer]
+    backend = openers[0]() if len(openers) == 1 else combined(list(zip(("nixl", "collective"), openers, strict=True)))
     return RegisteredMemory(
         generations=MemoryGenerationTable(table, worker.worker_epoch),
         backend=backend,
         close=lambda: None if slots is None else slots.close(),
         tier=tier,
     )
-
-
-@contextmanager
-def _nixl_required() -> Iterator[None]:
-    """Raise ConfigError if NIXL is not installed on this platform."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"NIXL is not available here ({error}); on a single machine use --transfer local instead"
-        ) from error
-
-
-def _nixl_settings(config: WorkerConfig) -> dict[str, Any]:
-    return {"loopback_only": config.host in _LOOPBACK, "port_range": config.kv_port_range}

@@ -19,7 +19,7 @@ from baton.transfer.backends.nixl.pair_transport import UNKNOWN_TRANSPORT, ucx_e
 
 log = get_logger(__name__)
 
-PAIR_MODULE = "baton.worker.device.kv_path_pair"
+PAIR_MODULE = "baton.worker.device.kv_memory.kv_path_pair"
 PAIR_S = 60.0
 """Longest time of each process of a pair, most of which is starting CUDA and NIXL while others start, too."""
 TOOL_TIMEOUT_S = 10.0

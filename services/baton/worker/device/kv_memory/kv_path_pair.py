@@ -1,8 +1,9 @@
 """One of two processes that measure a path of GPU KV, with the code that workers use.
 
-`python -m baton.worker.device.kv_path_pair direct|staged cuda|cpu owner` fills KV memory, prints its address
-as one line of JSON and stays until standard input ends. `... reader` takes that line on standard input, reads
-the memory, and prints `{"transport": ..., "bytes_per_s": ...}`. `cpu` tries the code without a GPU.
+`python -m baton.worker.device.kv_memory.kv_path_pair direct|staged cuda|cpu owner` fills KV memory, prints
+its address as one line of JSON and stays until standard input ends. `... reader` takes that line on standard
+input, reads the memory, and prints `{"transport": ..., "bytes_per_s": ...}`. `cpu` tries the code without a
+GPU.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ from baton.model.device.kv_tensors import KvCache, uniform_layout
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import KvDescriptor, ReadState
 from baton.transfer.backends.host_memory import HOST
-from baton.worker.device.kv_path import KvPath
-from baton.worker.device.kv_registration import RegisteredMemory, register_directly, register_staged
+from baton.worker.device.kv_memory.kv_path import KvPath
+from baton.worker.device.kv_memory.kv_registration import RegisteredMemory, register_directly, register_staged
 
 NUM_READS = 12
 """Reads of different memory. The fastest one counts, because other programs may use the links meanwhile."""

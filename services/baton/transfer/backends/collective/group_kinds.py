@@ -1,0 +1,65 @@
+"""The kinds of process groups: Gloo for blocks in host memory, NCCL for blocks on a GPU."""
+
+from typing import TYPE_CHECKING
+
+from baton.core.errors import ConfigError
+from baton.core.kv.kv_layout import KvLayout
+from baton.transfer.backends.collective.gloo_group import GlooGroup, gloo_device
+from baton.transfer.backends.collective.host_messages import HostMessages
+from baton.transfer.backends.collective.process_group import ProcessGroup
+from baton.transfer.backends.collective.rendezvous_store import RendezvousStore
+from baton.transfer.backends.host_memory import HOST, Bytes, HostMemory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GlooKind:
+    """Implements `GroupKind` for host memory. All groups share one listening socket and one thread."""
+
+    name = "gloo"
+    memory_kind = HOST
+    device_id = 0
+
+    def __init__(self, layout: KvLayout, memory: HostMemory, *, host: str, tier: HostMemory | None = None) -> None:
+        """host: address of this machine that other workers reach.
+
+        Raises ConfigError if it is none of this machine's own.
+        """
+        self.messages = HostMessages(layout, memory, tier)
+        try:
+            self._device = gloo_device(host)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"Gloo cannot use the address {host!r} ({str(error).splitlines()[0]}): set --advertise-host to an "
+                "address of this machine"
+            ) from error
+
+    def open(self, store: RendezvousStore, rank: int, timeout_s: float) -> ProcessGroup:
+        return GlooGroup(store, rank, self._device, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._device = None
+
+
+class NcclKind:
+    """Implements `GroupKind` for the KV cache of a GPU. Not verified: no GPU has run it."""
+
+    name = "nccl"
+    memory_kind = "cuda"
+
+    def __init__(self, layout: KvLayout, kv: "Tensor", generation_table: Bytes, tier: HostMemory | None = None) -> None:
+        """The arguments are those of `GpuMessages`."""
+        from baton.transfer.backends.collective.gpu_messages import GpuMessages
+
+        self.device_id = kv.device.index or 0
+        self._device = kv.device
+        self.messages = GpuMessages(layout, kv, generation_table, tier)
+
+    def open(self, store: RendezvousStore, rank: int, timeout_s: float) -> ProcessGroup:
+        from baton.transfer.backends.collective.nccl_group import NcclGroup
+
+        return NcclGroup(store, rank, self._device, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Nothing is shared."""

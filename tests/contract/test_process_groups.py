@@ -1,0 +1,315 @@
+"""Process groups: late answers, silence, refused reads, new streams, hostile messages, leaks."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+import psutil
+import pytest
+
+from baton.core.errors import ConfigError, LayoutMismatch
+from baton.core.ids import ReadId
+from baton.core.messages.peer_messages import GroupMessage
+from baton.transfer.backend import ReadState
+from baton.transfer.backends.collective import collective_backend
+from baton.transfer.backends.collective.collective_backend import CollectiveBackend
+from baton.transfer.backends.collective.group_kinds import GlooKind
+from baton.transfer.backends.collective.group_server import MAX_WAITING_MESSAGES
+from baton.transfer.backends.collective.message_format import MessageFormat, MessageHeader
+from baton.transfer.backends.collective.rendezvous_store import MAX_KEYS, RendezvousClosed, RendezvousStore
+from baton.transfer.backends.host_memory import HostMemory, allocate_private
+from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from tests import builders
+from tests.contract.transfer_backends import LAYOUT, NUM_BLOCKS, WORKERS, Endpoint, Pair, pattern
+from tests.scale import sized
+
+pytestmark = [pytest.mark.contract, pytest.mark.model, pytest.mark.timeout(120)]
+
+SILENCE_S = 2.0
+
+
+def endpoint(number: int, *, silence_s: float = SILENCE_S, memories: list[HostMemory]) -> Endpoint:
+    worker, memory = WORKERS[number], allocate_private(NUM_BLOCKS, LAYOUT.block_bytes)
+    memories.append(memory)
+    table = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
+    kind = GlooKind(LAYOUT, memory, host="127.0.0.1")
+    backend = CollectiveBackend(worker=worker, layout=LAYOUT, kind=kind, num_blocks=NUM_BLOCKS, silence_s=silence_s)
+
+    def fill(block_id: int, seed: int) -> None:
+        memoryview(memory.kv[block_id].data)[:] = pattern(seed, LAYOUT.block_bytes)
+
+    def holds(block_id: int, seed: int) -> bool:
+        return bytes(memory.kv[block_id]) == pattern(seed, LAYOUT.block_bytes)
+
+    return Endpoint(worker=worker, backend=backend, generation_table=table, fill=fill, holds=holds)
+
+
+@asynccontextmanager
+async def connected(silence_s: float = SILENCE_S) -> AsyncIterator[Pair]:
+    memories: list[HostMemory] = []
+    pair = Pair(
+        owner=endpoint(0, silence_s=silence_s, memories=memories),
+        reader=endpoint(1, silence_s=silence_s, memories=memories),
+    )
+    pair.reader.backend.connect(pair.memory, LAYOUT, pair.send)
+    for block_id in range(NUM_BLOCKS):
+        pair.owner.fill(block_id, block_id)
+        pair.reader.fill(block_id, 900 + block_id)
+    try:
+        yield pair
+    finally:
+        pair.server.close()
+        for each in (pair.reader, pair.owner):
+            await each.backend.aclose()
+        for memory in memories:
+            memory.close()
+
+
+async def state_of(pair: Pair, read_id: ReadId) -> ReadState:
+    state = await pair.reader.backend.wait_ended(read_id)
+    pair.reader.backend.release(read_id)
+    return state
+
+
+def start_unannounced(pair: Pair, blocks: dict[int, int]) -> ReadId:
+    """Start a read that the owner is not told of."""
+    read_id = ReadId(next(pair.read_ids))
+    pair.reader.backend.start_read(read_id, pair.describe(tuple(blocks)), tuple(blocks.values()))
+    return read_id
+
+
+def announce(pair: Pair, read_id: ReadId, block_ids: Sequence[int]) -> None:
+    asyncio.get_running_loop().call_soon(pair.server.expect_read, read_id, block_ids)
+
+
+def refuse(pair: Pair, read_id: ReadId, num_blocks: int) -> None:
+    asyncio.get_running_loop().call_soon(pair.server.refuse_read, read_id, num_blocks)
+
+
+async def test_a_read_without_an_answer_fails_and_the_next_one_works_in_a_new_group() -> None:
+    async with connected() as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        assert await state_of(pair, start_unannounced(pair, {1: 1})) is ReadState.FAILED
+        assert pair.reader.holds(1, 901)
+        assert await pair.read({2: 2}) is ReadState.DONE
+        assert pair.reader.holds(2, 2)
+
+
+async def test_the_late_answer_to_an_abandoned_read_lands_nowhere() -> None:
+    async with connected() as pair:
+        late = start_unannounced(pair, {1: 1})
+        assert await state_of(pair, late) is ReadState.FAILED
+        announce(pair, late, (1,))  # goes to the old group, which has ended
+        assert await pair.read({2: 2}) is ReadState.DONE
+        announce(pair, ReadId(999), (5,))  # an answer that nothing waits for
+        read_id = pair.start({3: 3})
+        assert await state_of(pair, read_id) is ReadState.FAILED  # the answer of another read came
+        assert pair.reader.holds(1, 901)
+        assert pair.reader.holds(3, 903)
+        assert await pair.read({3: 3}) is ReadState.DONE
+        assert pair.reader.holds(3, 3)
+
+
+async def test_a_refused_read_fails_at_once_and_the_group_stays() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        read_id = start_unannounced(pair, {1: 1, 2: 2})
+        following = start_unannounced(pair, {3: 3})
+        refuse(pair, read_id, 2)
+        announce(pair, following, (3,))
+        assert await state_of(pair, read_id) is ReadState.FAILED
+        assert await state_of(pair, following) is ReadState.DONE
+        assert (pair.reader.holds(1, 901), pair.reader.holds(3, 3)) == (True, True)
+
+
+async def test_blocks_that_the_owner_does_not_have_are_refused() -> None:
+    async with connected(silence_s=60) as pair:
+        read_id = start_unannounced(pair, {1: 1})
+        announce(pair, read_id, (NUM_BLOCKS,))
+        assert await state_of(pair, read_id) is ReadState.FAILED
+
+
+async def test_a_new_stream_ends_reads_of_the_old_one_and_its_late_close_harms_nothing() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        old_server, waiting = pair.server, start_unannounced(pair, {1: 1})
+        pair.server = pair.owner.backend.serve(pair.reader.worker, pair._to_reader)
+
+        def send_on_new_stream(message: GroupMessage) -> None:
+            asyncio.get_running_loop().call_soon(pair.server.receive, message)
+
+        pair.reader.backend.connect(pair.memory, LAYOUT, send_on_new_stream)
+        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await pair.read({2: 2}) is ReadState.DONE
+        old_server.close()
+        assert await pair.read({3: 3}) is ReadState.DONE
+        assert pair.reader.holds(3, 3)
+
+
+async def test_the_end_of_the_owners_stream_ends_running_reads() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        waiting = start_unannounced(pair, {1: 1})
+        pair.server.close()
+        assert await state_of(pair, waiting) is ReadState.FAILED
+
+
+async def test_a_silent_peer_delays_no_other_pair() -> None:
+    async with connected(silence_s=60) as silent, connected(silence_s=60) as other:
+        waiting = start_unannounced(silent, {1: 1})
+        for _ in range(20):
+            assert await other.read({2: 2}) is ReadState.DONE
+        assert silent.reader.backend.poll(waiting) is ReadState.RUNNING
+
+
+@pytest.mark.parametrize("key", ["0/0", "0/1", "x"])
+async def test_invalid_values_of_a_reader_end_its_group_only(key: str) -> None:
+    async with connected() as pair:
+        hostile = pair.owner.backend.serve(builders.worker_ref("d1", epoch=3), lambda message: None)
+        for number in range(1, 6):
+            hostile.receive(GroupMessage(group=number, key=key, value=Random(number).randbytes(170)))
+            hostile.expect_read(ReadId(number), (0,))
+            assert await pair.read({number: number}) is ReadState.DONE
+        hostile.close()
+        assert await pair.read({0: 0}) is ReadState.DONE
+
+
+async def test_messages_of_ended_groups_are_dropped() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        pair.server.receive(GroupMessage(group=0, key="0/0", value=b"late"))
+        pair.server.receive(GroupMessage(group=0, key=""))
+        pair.reader.backend.receive(pair.memory, GroupMessage(group=99, key=""))
+        assert await pair.read({1: 1}) is ReadState.DONE
+
+
+async def test_an_owner_ends_the_group_of_a_reader_that_asks_for_too_much() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        most = MessageFormat.of(LAYOUT).max_blocks
+        waiting = start_unannounced(pair, {1: 1})
+        announce(pair, waiting, [0] * (most + 1))
+        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await pair.read({2: 2}) is ReadState.DONE
+        for number in range(MAX_WAITING_MESSAGES + 2):  # nothing is taken in between: the loop does not run
+            announce(pair, ReadId(1000 + number), [0] * most)
+        waiting = start_unannounced(pair, {1: 1})
+        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await pair.read({3: 3}) is ReadState.DONE
+
+
+async def test_a_worker_serves_a_limited_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_backend, "MAX_GROUPS", 1)
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        refused: list[GroupMessage] = []
+        second = pair.owner.backend.serve(builders.worker_ref("d1", epoch=3), refused.append)
+        second.receive(GroupMessage(group=1, key="0/0", value=b"address"))
+        assert [(message.group, message.key) for message in refused] == [(1, "")]
+        assert await pair.read({1: 1}) is ReadState.DONE
+        second.close()
+
+
+async def test_a_read_beyond_the_largest_message_is_an_error_of_the_caller() -> None:
+    async with connected() as pair:
+        most = MessageFormat.of(LAYOUT).max_blocks
+        source = pair.describe([0] * (most + 1))
+        with pytest.raises(ValueError, match=f"{most + 1} blocks; must be 1 to {most}"):
+            pair.reader.backend.start_probe(ReadId(1), source)
+
+
+async def test_another_kind_of_group_is_refused() -> None:
+    async with connected() as pair:
+        other = type(pair.memory)(
+            **{name: getattr(pair.memory, name) for name in pair.memory.__dataclass_fields__}
+            | {"agent_metadata": b"nccl", "agent_name": "other"}
+        )
+        with pytest.raises(LayoutMismatch, match="this worker has gloo, the peer 'nccl'"):
+            pair.reader.backend.connect(other, LAYOUT, pair.send)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    memory = allocate_private(NUM_BLOCKS, LAYOUT.block_bytes)
+    with pytest.raises(ConfigError, match="--advertise-host"):
+        GlooKind(LAYOUT, memory, host="192.0.2.1")
+    memory.close()
+
+
+async def test_generation_that_begins_while_blocks_are_copied_is_seen() -> None:
+    """Entries are taken after the blocks, so a reuse during the copy shows."""
+    async with connected() as pair:
+        gather = pair.owner.backend._kind.messages._gather  # type: ignore[attr-defined]
+
+        def gather_and_reuse(into: object, part: int, block_ids: tuple[int, ...]) -> None:
+            gather(into, part, block_ids)
+            if part == 0:
+                pair.owner.generation_table.begin_generation(4)
+
+        pair.owner.backend._kind.messages._gather = gather_and_reuse  # type: ignore[attr-defined]
+        assert await pair.read({4: 4}) is ReadState.DONE
+        read_id = ReadId(next(pair.read_ids))
+        pair.reader.backend.start_read_generations(read_id, pair.describe((4,)))
+        (entry,) = pair.reader.backend.generations(read_id)
+        assert entry.generation == 1
+
+
+def usage() -> dict[str, int]:
+    return {"threads": threading.active_count(), "descriptors": psutil.Process(os.getpid()).num_fds()}
+
+
+async def until_no_more_than(before: dict[str, int]) -> None:
+    for _ in range(200):
+        now = usage()
+        if all(now[name] <= before[name] for name in before):
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"before {before}, now {now}")
+
+
+@pytest.mark.timeout(600)
+async def test_connecting_and_disconnecting_leaks_nothing() -> None:
+    """Acceptance 3 of the transport: in the long form a thousand times."""
+    async with connected() as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        pair.reader.backend.forget(pair.memory)
+        await asyncio.sleep(0.2)
+        before = usage()
+        for number in range(sized(30, 1000)):
+            pair.reader.backend.connect(pair.memory, LAYOUT, pair.send)
+            if number % 3:  # else it is left while it forms
+                assert await pair.read({number % NUM_BLOCKS: 1}) is ReadState.DONE
+                assert pair.reader.holds(1, number % NUM_BLOCKS)
+            pair.reader.backend.forget(pair.memory)
+        await until_no_more_than(before)
+    backend = pair.owner.backend
+    assert isinstance(backend, CollectiveBackend)
+
+
+def test_a_store_gives_what_the_other_side_has_set_and_ends_waits() -> None:
+    published: list[tuple[str, bytes]] = []
+    store = RendezvousStore(lambda key, value: published.append((key, value)), timeout_s=0.05)
+    store.set("a", b"1")
+    assert (published, store.get("a"), store.check(["a"]), store.check(["b"])) == ([("a", b"1")], b"1", True, False)
+    with pytest.raises(TimeoutError, match="'b' within"):
+        store.get("b")
+    threading.Timer(0.01, store.deliver, ("c", b"3")).start()
+    RendezvousStore.wait(store, ["a"])
+    for number in range(2 * MAX_KEYS):
+        store.deliver(f"k{number}", b"")
+    assert not store.check([f"k{2 * MAX_KEYS - 1}"])
+    store.close()
+    with pytest.raises(RendezvousClosed):
+        store.get("never")
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 7])
+def test_messages_have_the_size_that_their_format_says(num_blocks: int) -> None:
+    form = MessageFormat(block_bytes=100)
+    header = MessageHeader(read_id=ReadId(2**63 + num_blocks), num_blocks=num_blocks, granted=num_blocks > 1)
+    assert MessageHeader.decode(header.encode()) == header
+    assert form.blocks_at(num_blocks) % 64 == 0
+    assert form.num_bytes(num_blocks) == form.blocks_at(num_blocks) + 100 * num_blocks
+    assert MessageFormat(block_bytes=2**30).max_blocks == 1

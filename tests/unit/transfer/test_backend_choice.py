@@ -1,0 +1,300 @@
+"""Of several transfer backends of a pair, the fastest one that works is used; a broken link chooses again."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.core.errors import LayoutMismatch, Reason, Refused
+from baton.core.kv.kv_layout import KvLayout, KvMemory
+from baton.core.messages.peer_messages import GroupMessage, PeerHello
+from baton.engine.tiers.slots import TierSlots
+from baton.runtime.network.in_process_network import InProcessNetwork
+from baton.transfer.backend import SendGroup, drop_message
+from baton.transfer.backends.several_backends import SeveralBackends
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.transfer.owner.owner_service import readable_regions
+from baton.transfer.reader.backend_choice import CHOICE_MIN_S
+from baton.transfer.reader.kv_reader import KvReader
+from baton.transfer.reader.owner_regions import MAX_BLOCKS, regions_by_transfer
+from tests import builders
+from tests.unit.transfer.pulls import pull_all, refusal_of, virtual
+from tests.unit.transfer.transfer_rig import (
+    NUM_BLOCKS,
+    OWNER,
+    READ_S,
+    READER,
+    Fabric,
+    FakeBackend,
+    Observed,
+    PeerEnd,
+    Rig,
+    host,
+    owner_service,
+    times,
+)
+
+NAMES = ("one", "two", "three")
+
+
+class Choice:
+    """A rig whose owner and reader have three backends over the same memory, each with its own fabric."""
+
+    def __init__(self, rig: Rig, fabrics: dict[str, Fabric], backends: dict[str, tuple[FakeBackend, FakeBackend]]):
+        self.rig, self.fabrics, self.backends = rig, fabrics, backends
+
+    @property
+    def transport(self) -> str:
+        (link,) = self.rig.kv_reader.links()
+        return link.transport
+
+    @property
+    def reason(self) -> str:
+        (link,) = self.rig.kv_reader.links()
+        return link.choice
+
+
+@asynccontextmanager
+async def choice_rig(*, min_link_gbps: float = 0.0) -> AsyncIterator[Choice]:
+    fabrics = {name: Fabric() for name in NAMES}
+    network, observed = InProcessNetwork(), Observed()
+    first = fabrics[NAMES[0]]
+    owner, reader = host(first, OWNER), host(first, READER)
+    backends: dict[str, tuple[FakeBackend, FakeBackend]] = {}
+    for name, fabric in fabrics.items():
+        pair = [
+            FakeBackend(fabric, of.worker, builders.layout(), first.tables[of.worker.worker_id], transfer=name)
+            for of in (owner, reader)
+        ]
+        for of in (owner, reader):
+            fabric.blocks[of.worker.worker_id] = of.contents
+        backends[name] = (pair[0], pair[1])
+    owner = replace(owner, backend=SeveralBackends([backends[name][0] for name in NAMES]))  # type: ignore[arg-type]
+    reader = replace(reader, backend=SeveralBackends([backends[name][1] for name in NAMES]))  # type: ignore[arg-type]
+    service = owner_service(owner, pins=owner.pool, lookup=owner.pool.lookup)
+    end = PeerEnd(service)
+    network.add_worker(OWNER.address, end)
+    kv_reader = KvReader(
+        worker=READER,
+        layout=builders.layout(),
+        backend=reader.backend,
+        network=network,
+        pool=reader.pool,
+        rng=Random(0),
+        times=times(),
+        min_link_gbps=min_link_gbps,
+        observer=observed,
+    )
+    table = MemoryGenerationTable(bytearray(4 * ENTRY_BYTES), OWNER.worker_epoch)
+    rig = Rig(
+        fabric=first,
+        owner=owner,
+        reader=reader,
+        slots=TierSlots(4, table),
+        service=service,
+        end=end,
+        kv_reader=kv_reader,
+        network=network,
+        observed=observed,
+    )
+    yield Choice(rig, fabrics, backends)
+    await kv_reader.aclose()
+    await service.aclose()
+    for pair in backends.values():
+        for backend in pair:
+            await backend.aclose()
+
+
+def slow_down(choice: Choice, **factors: float) -> None:
+    for name, factor in factors.items():
+        choice.fabrics[name].read_s = factor * READ_S
+
+
+@virtual
+@pytest.mark.parametrize("fastest", NAMES)
+async def test_the_fastest_backend_reads_and_the_others_are_disconnected(fastest: str) -> None:
+    async with choice_rig() as c:
+        slow_down(c, **{name: 1.0 if name == fastest else 5.0 for name in NAMES})
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert c.transport == fastest
+        assert all(name in c.reason and "GB/s" in c.reason for name in NAMES)
+        await pull_all(c.rig)
+        assert {name for name, fabric in c.fabrics.items() if fabric.reads} == {fastest}
+        assert {name for name, pair in c.backends.items() if pair[1].forgotten} == set(NAMES) - {fastest}
+
+
+@virtual
+async def test_pulls_wait_for_the_choice() -> None:
+    async with choice_rig() as c:
+        slow_down(c, one=5.0, three=5.0)
+        job, _blocks = c.rig.prefill("a", 18)
+        pull = c.rig.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        receiving = c.rig.mark_received(pull, 5)
+        await pull.done()
+        c.rig.release(receiving)
+        assert {name for name, fabric in c.fabrics.items() if fabric.reads} == {"two"}
+
+
+@virtual
+async def test_a_backend_that_fails_is_not_chosen() -> None:
+    async with choice_rig() as c:
+        c.fabrics["one"].failing = True
+        c.fabrics["two"].read_s = 3 * READ_S
+        c.fabrics["three"].read_s = 2 * READ_S
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert c.transport == "three"
+        assert "one transfer_failed" in c.reason
+        assert c.rig.observed.broken[-1] is False
+        await pull_all(c.rig)
+
+
+@virtual
+async def test_if_all_fail_the_link_is_broken_and_chosen_later() -> None:
+    async with choice_rig() as c:
+        for fabric in c.fabrics.values():
+            fabric.failing = True
+        assert not await c.rig.kv_reader.warmed(OWNER)
+        with pytest.raises(Refused, match="transfer_failed"):
+            c.rig.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
+        c.fabrics["three"].failing = False
+        await asyncio.sleep(CHOICE_MIN_S + 2)
+        assert c.transport == "three"
+        await pull_all(c.rig)
+
+
+@virtual
+async def test_a_link_that_breaks_uses_another_backend_after_a_pause() -> None:
+    async with choice_rig() as c:
+        slow_down(c, two=5.0, three=3.0)
+        await pull_all(c.rig)
+        assert c.transport == "one"
+        c.fabrics["one"].failing = True
+        job, _blocks = c.rig.prefill("b", 18, 1)
+        pull = c.rig.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        receiving = c.rig.mark_received(pull, 5)
+        assert (await refusal_of(pull.done())).reason is Reason.TRANSFER_FAILED
+        c.rig.release(receiving)
+        await asyncio.sleep(CHOICE_MIN_S + 2)
+        assert c.transport == "three"
+        assert "one transfer_failed" in c.reason
+
+
+@virtual
+async def test_a_probe_repairs_the_chosen_backend_without_another_choice() -> None:
+    async with choice_rig() as c:
+        slow_down(c, two=5.0, three=5.0)
+        await pull_all(c.rig)
+        measured = c.fabrics["two"].probes
+        c.fabrics["one"].failing = True
+        c.rig.kv_reader.probe(OWNER)
+        await asyncio.sleep(1.0)
+        (link,) = c.rig.kv_reader.links()
+        assert link.broken
+        c.fabrics["one"].failing = False
+        await asyncio.sleep(2.0)
+        (link,) = c.rig.kv_reader.links()
+        assert (link.broken, link.transport, c.fabrics["two"].probes) == (False, "one", measured)
+
+
+@virtual
+async def test_memory_that_does_not_fit_leaves_its_backend_out() -> None:
+    async with choice_rig() as c:
+        slow_down(c, one=2.0, two=3.0)
+
+        def refuse(peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
+            raise LayoutMismatch("memory_kind: of another host")
+
+        c.backends["three"][1].connect = refuse  # type: ignore[method-assign]
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert c.transport == "one"
+        assert "three" not in c.reason
+
+
+@virtual
+async def test_a_link_is_refused_if_no_backend_is_fast_enough() -> None:
+    fast_gbps = builders.layout().block_bytes * 8 / READ_S / 1e9
+    async with choice_rig(min_link_gbps=fast_gbps / 3) as c:
+        slow_down(c, one=10.0, two=20.0, three=30.0)
+        assert not await c.rig.kv_reader.warmed(OWNER)
+        (link,) = c.rig.kv_reader.links()
+        assert link.problem.startswith("refused: measured")
+        assert link.transport == "one"
+
+
+@virtual
+async def test_messages_of_groups_reach_only_two_sided_backends() -> None:
+    async with choice_rig() as c:
+        c.backends["two"][1]._two_sided = True
+        slow_down(c, one=2.0, three=2.0)
+        assert await c.rig.kv_reader.warmed(OWNER)
+        server = c.backends["two"][0].servers[-1]
+        server.send(GroupMessage(group=1, key="k", value=b"v"))
+        c.backends["two"][1].send_group(GroupMessage(group=2, key="to the owner"))
+        await asyncio.sleep(0.1)
+        assert [message.group for message in c.backends["two"][1].received] == [1]
+        assert c.backends["one"][1].received == []
+        assert [message.group for message in server.received] == [2]
+        c.rig.cut()
+        await asyncio.sleep(0.5)
+        assert server.is_closed
+        assert len(c.backends["two"][0].servers) == 2
+
+
+def memory(transfer: str, **changes: object) -> KvMemory:
+    fabric = Fabric()
+    table = MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), OWNER.worker_epoch)
+    (described,) = FakeBackend(fabric, OWNER, builders.layout(), table, transfer=transfer).memory
+    return replace(described, **changes)  # type: ignore[arg-type]
+
+
+def test_regions_are_grouped_by_the_backends_of_the_reader_in_its_order() -> None:
+    memories = [memory("one"), memory("two"), memory("four")]
+    found = regions_by_transfer(OWNER, memories, ("two", "one", "three"))
+    assert [(each.transfer, len(each.memories)) for each in found] == [("two", 1), ("one", 1)]
+
+
+def test_regions_of_an_earlier_release_are_those_of_the_first_backend() -> None:
+    (found,) = regions_by_transfer(OWNER, [memory("")], ("one", "two"))
+    assert found.memories[0].transfer == ""
+
+
+@pytest.mark.parametrize(
+    ("memories", "problem"),
+    [
+        ([memory("four")], r"transfer: this worker has one, two, the owner four"),
+        ([], "the owner none of them"),
+        ([memory("one", owner=READER)], "has described memory of"),
+        ([memory("one", num_blocks=0)], "num_blocks: a region has 0 blocks"),
+        ([memory("one", num_blocks=MAX_BLOCKS + 1)], "num_blocks"),
+        ([memory("one")] * 3, "3 regions for one; at most 2"),
+        ([memory("one"), memory("two"), memory("two")], "differ between its transfer backends"),
+    ],
+)
+def test_regions_that_cannot_be_read_are_refused(memories: list[KvMemory], problem: str) -> None:
+    with pytest.raises(LayoutMismatch, match=problem):
+        regions_by_transfer(OWNER, memories, ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("transfers", "max_regions", "expected"),
+    [
+        ((), 0, ["one"]),
+        ((), 2, ["one", "one"]),
+        (("two",), 2, ["two", "two"]),
+        (("two", "one", "two"), 1, ["two", "one"]),
+        (("three",), 2, []),
+    ],
+)
+def test_an_owner_describes_the_regions_that_the_reader_can_read(
+    transfers: tuple[str, ...], max_regions: int, expected: list[str]
+) -> None:
+    regions = [memory("one"), memory("one", agent_name="tier"), memory("two"), memory("two", agent_name="tier")]
+    hello = PeerHello(
+        reader=READER, owner=OWNER, layout=builders.layout(), max_regions=max_regions, transfers=transfers
+    )
+    assert [region.transfer for region in readable_regions(regions, hello)] == expected
