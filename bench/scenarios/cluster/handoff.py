@@ -93,7 +93,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="requests per length (9), times those in flight")
     parser.add_argument("--lengths", default="128,512,2048,8192", help="prompt tokens (128,512,2048,8192)")
     parser.add_argument("--in-flight", default="1,4", help="requests sent together (1,4)")
-    parser.add_argument("--transfer", default="nixl", choices=["nixl", "local"], help="transfer backend (nixl)")
+    parser.add_argument(
+        "--transfer", default="nixl", choices=["nixl", "local", "collective", "auto"], help="transfer backend (nixl)"
+    )
     parser.add_argument("--json", action="store_true", help="also print the rows as JSON")
     args = parser.parse_args()
     print(machine("torch", "transformers", "nixl", "ray"))

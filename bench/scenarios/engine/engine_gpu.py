@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
+from baton.worker.device.kv_memory.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
 from bench.scenarios.cluster.goodput import model_directory
 from bench.support.engine.engine_cells import GPU_CELLS, EngineCell
 from bench.support.engine.engine_prompts import random_prompts

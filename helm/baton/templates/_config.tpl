@@ -51,11 +51,13 @@ worker_start_s: {{ $seconds }}
 scale_with_nodes: {{ eq .Values.runtime.mode "ray-in-pods" }}
 {{- end -}}
 
-{{/* The settings of one service. Arguments: root, service */}}
+{{/* The settings of one service. Arguments: root, service. Gloo cannot use a range of ports. */}}
 {{- define "baton.config" -}}
 {{- $own := (index .root.Values .service).config -}}
 {{- $ours := include (printf "baton.config.%s" .service) .root | fromYaml -}}
-{{- toYaml (mergeOverwrite (deepCopy .root.Values.config) (deepCopy $own) $ours) -}}
+{{- $all := mergeOverwrite (deepCopy .root.Values.config) (deepCopy $own) $ours -}}
+{{- if eq (default "" $all.transfer) "collective" -}}{{- $all = omit $all "kv_port_range" -}}{{- end -}}
+{{- toYaml $all -}}
 {{- end -}}
 
 {{/* A pod is restarted if its settings change, but workers are not restarted if their number changes. */}}
