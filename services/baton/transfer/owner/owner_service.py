@@ -204,8 +204,9 @@ class OwnerService:
                 if self.owner.may_read(reader, message.transfer_id, message.block_ids):
                     server.expect_read(message.read_id, message.block_ids)
                 else:
-                    server.refuse_read(message.read_id, len(message.block_ids))
+                    # First the reason, so that the reader does not blame the link for the refused read.
                     self._send(reader, Lost(transfer_id=message.transfer_id, reason=Reason.LEASE_LOST))
+                    server.refuse_read(message.read_id, len(message.block_ids))
             case GroupMessage():
                 server.receive(message)
             case Release() | Abandon():
