@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 
 import psutil
@@ -13,15 +14,17 @@ import pytest
 from baton.core.errors import ConfigError, LayoutMismatch
 from baton.core.ids import ReadId
 from baton.core.messages.peer_messages import GroupMessage
-from baton.transfer.backend import ReadState
+from baton.transfer.backend import GenerationEntry, ReadState
 from baton.transfer.backends.collective import collective_backend
 from baton.transfer.backends.collective.collective_backend import CollectiveBackend
 from baton.transfer.backends.collective.group_kinds import GlooKind
 from baton.transfer.backends.collective.group_server import MAX_WAITING_MESSAGES
-from baton.transfer.backends.collective.message_format import MessageFormat, MessageHeader
+from baton.transfer.backends.collective.message_format import MAX_MESSAGE_BYTES, MessageFormat, MessageHeader
+from baton.transfer.backends.collective.reading_group import GroupRead, ReadingGroup
 from baton.transfer.backends.collective.rendezvous_store import MAX_KEYS, RendezvousClosed, RendezvousStore
 from baton.transfer.backends.host_memory import HostMemory, allocate_private
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from baton.transfer.reader.peer_reads import MAX_INFLIGHT_BYTES
 from tests import builders
 from tests.contract.transfer_backends import LAYOUT, NUM_BLOCKS, WORKERS, Endpoint, Pair, pattern
 from tests.scale import sized
@@ -113,14 +116,14 @@ async def test_the_late_answer_to_an_abandoned_read_lands_nowhere() -> None:
         assert pair.reader.holds(3, 3)
 
 
-async def test_a_refused_read_fails_at_once_and_the_group_stays() -> None:
+async def test_a_refused_read_is_lost_at_once_and_the_group_stays() -> None:
     async with connected(silence_s=60) as pair:
         assert await pair.read({0: 0}) is ReadState.DONE
         read_id = start_unannounced(pair, {1: 1, 2: 2})
         following = start_unannounced(pair, {3: 3})
         refuse(pair, read_id, 2)
         announce(pair, following, (3,))
-        assert await state_of(pair, read_id) is ReadState.FAILED
+        assert await state_of(pair, read_id) is ReadState.LOST
         assert await state_of(pair, following) is ReadState.DONE
         assert (pair.reader.holds(1, 901), pair.reader.holds(3, 3)) == (True, True)
 
@@ -129,7 +132,7 @@ async def test_blocks_that_the_owner_does_not_have_are_refused() -> None:
     async with connected(silence_s=60) as pair:
         read_id = start_unannounced(pair, {1: 1})
         announce(pair, read_id, (NUM_BLOCKS,))
-        assert await state_of(pair, read_id) is ReadState.FAILED
+        assert await state_of(pair, read_id) is ReadState.LOST
 
 
 async def test_a_new_stream_ends_reads_of_the_old_one_and_its_late_close_harms_nothing() -> None:
@@ -142,7 +145,7 @@ async def test_a_new_stream_ends_reads_of_the_old_one_and_its_late_close_harms_n
             asyncio.get_running_loop().call_soon(pair.server.receive, message)
 
         pair.reader.backend.connect(pair.memory, LAYOUT, send_on_new_stream)
-        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await state_of(pair, waiting) is ReadState.LOST
         assert await pair.read({2: 2}) is ReadState.DONE
         old_server.close()
         assert await pair.read({3: 3}) is ReadState.DONE
@@ -154,7 +157,7 @@ async def test_the_end_of_the_owners_stream_ends_running_reads() -> None:
         assert await pair.read({0: 0}) is ReadState.DONE
         waiting = start_unannounced(pair, {1: 1})
         pair.server.close()
-        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await state_of(pair, waiting) is ReadState.LOST
 
 
 async def test_a_silent_peer_delays_no_other_pair() -> None:
@@ -192,12 +195,12 @@ async def test_an_owner_ends_the_group_of_a_reader_that_asks_for_too_much() -> N
         most = MessageFormat.of(LAYOUT).max_blocks
         waiting = start_unannounced(pair, {1: 1})
         announce(pair, waiting, [0] * (most + 1))
-        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await state_of(pair, waiting) is ReadState.LOST
         assert await pair.read({2: 2}) is ReadState.DONE
         for number in range(MAX_WAITING_MESSAGES + 2):  # nothing is taken in between: the loop does not run
             announce(pair, ReadId(1000 + number), [0] * most)
         waiting = start_unannounced(pair, {1: 1})
-        assert await state_of(pair, waiting) is ReadState.FAILED
+        assert await state_of(pair, waiting) is ReadState.LOST
         assert await pair.read({3: 3}) is ReadState.DONE
 
 
@@ -227,7 +230,7 @@ async def test_another_kind_of_group_is_refused() -> None:
             **{name: getattr(pair.memory, name) for name in pair.memory.__dataclass_fields__}
             | {"agent_metadata": b"nccl", "agent_name": "other"}
         )
-        with pytest.raises(LayoutMismatch, match="this worker has gloo, the peer 'nccl'"):
+        with pytest.raises(LayoutMismatch, match=r"this worker has gloo, the peer nccl; .* --gpu-kv staged"):
             pair.reader.backend.connect(other, LAYOUT, pair.send)
 
 
@@ -279,13 +282,15 @@ async def test_connecting_and_disconnecting_leaks_nothing() -> None:
         before = usage()
         for number in range(sized(30, 1000)):
             pair.reader.backend.connect(pair.memory, LAYOUT, pair.send)
-            if number % 3:  # else it is left while it forms
+            if number % 4 == 1:  # it is left while a read is under way
+                read_id = pair.start({number % NUM_BLOCKS: 1})
+                pair.reader.backend.forget(pair.memory)
+                assert await state_of(pair, read_id) in (ReadState.DONE, ReadState.LOST)
+            elif number % 4:  # else it is left while it forms
                 assert await pair.read({number % NUM_BLOCKS: 1}) is ReadState.DONE
                 assert pair.reader.holds(1, number % NUM_BLOCKS)
             pair.reader.backend.forget(pair.memory)
         await until_no_more_than(before)
-    backend = pair.owner.backend
-    assert isinstance(backend, CollectiveBackend)
 
 
 def test_a_store_gives_what_the_other_side_has_set_and_ends_waits() -> None:
@@ -313,3 +318,96 @@ def test_messages_have_the_size_that_their_format_says(num_blocks: int) -> None:
     assert form.blocks_at(num_blocks) % 64 == 0
     assert form.num_bytes(num_blocks) == form.blocks_at(num_blocks) + 100 * num_blocks
     assert MessageFormat(block_bytes=2**30).max_blocks == 1
+
+
+class FakeGroup:
+    """A process group in which a message arrives at once, and nothing can be aborted."""
+
+    def __init__(self) -> None:
+        self.may_arrive = threading.Event()
+        self.waits = threading.Event()
+
+    def join(self) -> None:
+        pass
+
+    def start_send(self, buffer: object) -> object:
+        return None
+
+    def start_receive(self, buffer: object) -> object:
+        return None
+
+    def wait(self, work: object, timeout_s: float) -> None:
+        self.waits.set()
+        self.may_arrive.wait(timeout_s)
+
+    def abort(self) -> None:
+        """Do nothing, as if the message had arrived before."""
+
+    def close(self) -> None:
+        pass
+
+
+class FakeMessages:
+    """Messages that answer every read with the header of read 1."""
+
+    def new_buffer(self) -> object:
+        return None
+
+    def pack(self, buffer: object, header: MessageHeader, block_ids: tuple[int, ...]) -> object:
+        return None
+
+    def expected(self, buffer: object, num_blocks: int) -> object:
+        return None
+
+    def header(self, buffer: object) -> MessageHeader:
+        return MessageHeader(read_id=ReadId(1), num_blocks=1, granted=True)
+
+    def unpack(self, buffer: object, num_blocks: int, own: tuple[int, ...] | None) -> tuple[GenerationEntry, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_a_group_that_is_closed_as_a_message_arrives_ends(num_waiting: int) -> None:
+    ended: list[tuple[int, ReadState]] = []
+    fake = FakeGroup()
+    group = ReadingGroup(
+        fake,
+        FakeMessages(),
+        name="p0",
+        silence_s=30,
+        on_read=lambda read, state, entries: ended.append((read.read_id, state)),
+    )
+    for number in range(1, 2 + num_waiting):
+        assert group.put(GroupRead(read_id=ReadId(number), agent_name="p0", block_ids=(0,), own=(0,)))
+    assert fake.waits.wait(10)
+    group.close()
+    fake.may_arrive.set()
+    assert group.join(10)
+    assert group.has_ended
+    assert ended == [(1, ReadState.DONE), *[(2, ReadState.LOST)] * num_waiting]
+    assert not group.put(GroupRead(read_id=ReadId(9), agent_name="p0", block_ids=(0,), own=(0,)))
+
+
+def test_readers_have_half_as_much_in_flight_as_owners_serve() -> None:
+    assert 2 * MAX_INFLIGHT_BYTES <= MAX_WAITING_MESSAGES * MAX_MESSAGE_BYTES
+
+
+async def test_memory_of_another_owner_with_the_same_name_is_another_owner() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        hostile = replace(pair.memory, owner=builders.worker_ref("p1", epoch=99))
+        sent: list[GroupMessage] = []
+        pair.reader.backend.connect(hostile, LAYOUT, sent.append)
+        assert await pair.read({1: 1}) is ReadState.DONE
+        assert pair.reader.holds(1, 1)
+        pair.reader.backend.forget(hostile)
+        assert await pair.read({2: 2}) is ReadState.DONE
+        assert sent[0].key == "join"
+
+
+async def test_entries_of_a_group_that_was_left_are_not_used() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({4: 4}) is ReadState.DONE
+        read_id = pair.start({4: 4})
+        pair.reader.backend._owners[pair.owner.worker.incarnation].number += 1  # type: ignore[attr-defined]
+        assert await state_of(pair, read_id) is ReadState.LOST

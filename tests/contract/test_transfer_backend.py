@@ -1,6 +1,7 @@
 """Contract of `TransferBackend`: complete blocks, generations read after them, and terminal states."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import fields
 from random import Random
 
@@ -16,8 +17,16 @@ pytestmark = pytest.mark.contract
 
 UNCHECKED = {"sim"}
 """Backends that do not detect misuse."""
-all_backends = pytest.mark.parametrize("backend", BACKENDS)
-checking_backends = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in UNCHECKED])
+NEED_GPUS = {"nccl"}
+
+
+def _each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    marked = [pytest.param(name, marks=pytest.mark.gpu) if name in NEED_GPUS else name for name in names]
+    return pytest.mark.parametrize("backend", marked)
+
+
+all_backends = _each_of(BACKENDS)
+checking_backends = _each_of(name for name in BACKENDS if name not in UNCHECKED)
 
 
 async def read_entries(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:

@@ -9,6 +9,7 @@ from itertools import count
 from random import Random
 
 import numpy as np
+import pytest
 
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
@@ -233,6 +234,36 @@ async def _gpu_messages(allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
     return Pair(owner=endpoints[0], reader=endpoints[1]), memories
 
 
+async def _nccl() -> tuple[Pair, list[HostMemory]]:
+    """Build two backends over NCCL in this process, each with a GPU of its own."""
+    import torch
+
+    from baton.model.device.kv_tensors import KvCache
+    from baton.transfer.backends.collective.collective_backend import CollectiveBackend
+    from baton.transfer.backends.collective.group_kinds import NcclKind
+
+    if torch.cuda.device_count() < len(WORKERS):
+        pytest.skip("NCCL forms no group of two on one GPU; two GPUs are needed")
+    endpoints: list[Endpoint] = []
+    memories: list[HostMemory] = []
+    for number, worker in enumerate(WORKERS):
+        memories.append(allocate_private(NUM_BLOCKS, LAYOUT.block_bytes))
+        table = MemoryGenerationTable(memories[-1].generation_table, worker.worker_epoch)
+        cache = KvCache.zeros(LAYOUT, NUM_BLOCKS, f"cuda:{number}")
+        kind = NcclKind(LAYOUT, cache.memory, memories[-1].generation_table)
+
+        def fill(block_id: int, seed: int, kv: torch.Tensor = cache.memory) -> None:
+            kv[block_id].copy_(torch.frombuffer(bytearray(pattern(seed, LAYOUT.block_bytes)), dtype=torch.uint8))
+            torch.cuda.synchronize(kv.device)
+
+        def holds(block_id: int, seed: int, kv: torch.Tensor = cache.memory) -> bool:
+            return bytes(kv[block_id].cpu().numpy()) == pattern(seed, LAYOUT.block_bytes)
+
+        backend = CollectiveBackend(worker=worker, layout=LAYOUT, kind=kind, num_blocks=NUM_BLOCKS, silence_s=20.0)
+        endpoints.append(Endpoint(worker=worker, backend=backend, generation_table=table, fill=fill, holds=holds))
+    return Pair(owner=endpoints[0], reader=endpoints[1]), memories
+
+
 @asynccontextmanager
 async def sim_pair() -> AsyncIterator[Pair]:
     fabric = SimFabric(Random(0), LinkModel())
@@ -264,6 +295,7 @@ BACKENDS: dict[str, PairFactory] = {
     "staged-local": partial(_open, partial(_staged, _local, allocate_shared)),
     "gloo": partial(_open, partial(_connected, _gloo, allocate_private)),
     "gloo-gpu-messages": partial(_open, partial(_gpu_messages, allocate_private)),
+    "nccl": partial(_open, _nccl),
     "staged-gloo": partial(_open, partial(_staged, _gloo, allocate_private)),
     **{
         f"auto-{transfer}": partial(_open, partial(_connected, _auto, allocate_shared, transfer))

@@ -1,6 +1,6 @@
 """KV over NCCL between two processes, each with a GPU. Not verified: no machine with two GPUs has run it.
 
-python -m pytest tests/gpu/test_nccl_groups.py tests/contract -m gpu
+python -m pytest tests/gpu/test_nccl_groups.py tests/contract/test_transfer_backend.py -m gpu
 """
 
 import multiprocessing

@@ -15,7 +15,10 @@ SendGroup = Callable[[GroupMessage], None]
 
 
 class ReadState(Enum):
-    """State of a read. DONE and FAILED are terminal: no byte is written after them.
+    """State of a read. DONE, FAILED and LOST are terminal: no byte is written after them.
+
+    LOST: the owner has not served it, because it refused it or left the process group. This says nothing about
+    the link, and the read can be repeated.
 
     RUNNING may last for ever, because a slow peer cannot be told apart from a dead one. IN_DOUBT: the
     transport reported an error, but not that the read has ended, so bytes may still be written. It may last
@@ -26,6 +29,7 @@ class ReadState(Enum):
     IN_DOUBT = "in_doubt"
     DONE = "done"
     FAILED = "failed"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

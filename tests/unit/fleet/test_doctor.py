@@ -121,6 +121,13 @@ def test_doctor_fails_if_a_link_is_slower_than_required() -> None:
     assert [finding.verdict for finding in found] == [OK] * 4
 
 
+def test_doctor_only_warns_of_a_slow_backend_if_another_one_is_fast_enough() -> None:
+    slow = LinkMeasurement(transport="gloo", bytes_per_s=0.75e9)
+    measured = {"nixl": FAST, "local": FAST, "collective": slow}
+    found = list(transfer_findings("1.5.1", measured, min_link_gbps=40))
+    assert [finding.verdict for finding in found] == [OK, OK, WARN, OK]
+
+
 def test_doctor_names_the_backend_that_auto_would_use_and_the_speeds() -> None:
     slow = LinkMeasurement(transport="gloo", bytes_per_s=0.75e9)
     (found,) = auto_findings({"nixl": BROKEN, "local": slow, "collective": FAST})

@@ -17,7 +17,7 @@ from baton.transfer.backend import SendGroup, drop_message
 from baton.transfer.backends.several_backends import SeveralBackends
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.owner.owner_service import readable_regions
-from baton.transfer.reader.backend_choice import CHOICE_MIN_S
+from baton.transfer.reader.backend_choice import CHOICE_MIN_S, TRIAL_READ_S
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.owner_regions import MAX_BLOCKS, regions_by_transfer
 from tests import builders
@@ -199,6 +199,66 @@ async def test_a_probe_repairs_the_chosen_backend_without_another_choice() -> No
         await asyncio.sleep(2.0)
         (link,) = c.rig.kv_reader.links()
         assert (link.broken, link.transport, c.fabrics["two"].probes) == (False, "one", measured)
+
+
+@virtual
+async def test_a_link_is_broken_until_it_has_chosen_again() -> None:
+    async with choice_rig() as c:
+        slow_down(c, two=5.0, three=3.0)
+        await pull_all(c.rig)
+        c.fabrics["one"].failing = True
+        c.rig.kv_reader.probe(OWNER)
+        await asyncio.sleep(1.0)
+        assert c.rig.kv_reader.links()[0].broken
+        c.fabrics["three"].reads_may_end.clear()
+        connect = c.backends["one"][1].connect
+        chosen_again = asyncio.Event()
+
+        def work_again(peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
+            c.fabrics["one"].failing = False
+            chosen_again.set()
+            connect(peer, layout, send)
+
+        c.backends["one"][1].connect = work_again  # type: ignore[method-assign]
+        await chosen_again.wait()
+        await asyncio.sleep(0.3)  # the first backend works, and the last one is still measured
+        assert c.fabrics["three"].running > 0
+        with pytest.raises(Refused, match="transfer_failed"):
+            c.rig.kv_reader.pull(OWNER, builders.job_id(7), have_blocks=0)
+        await asyncio.sleep(TRIAL_READ_S)
+        assert (c.rig.kv_reader.links()[0].broken, c.transport) == (False, "one")
+        c.fabrics["three"].reads_may_end.set()
+        await asyncio.sleep(5)
+
+
+@virtual
+async def test_a_backend_that_raises_an_error_is_not_chosen() -> None:
+    async with choice_rig() as c:
+        slow_down(c, two=2.0, three=3.0)
+        connect, calls = c.backends["one"][1].connect, []
+
+        def fail_later(peer: KvMemory, layout: KvLayout, send: SendGroup = drop_message) -> None:
+            calls.append(peer)
+            if len(calls) > 2:  # the first calls are those of the hello
+                raise RuntimeError("can't start new thread")
+            connect(peer, layout, send)
+
+        c.backends["one"][1].connect = fail_later  # type: ignore[method-assign]
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert c.transport == "two"
+        assert "one transfer_failed" in c.reason
+
+
+@virtual
+async def test_a_silent_backend_delays_the_choice_for_a_short_time() -> None:
+    async with choice_rig() as c:
+        c.fabrics["one"].reads_may_end.clear()
+        began_s = asyncio.get_running_loop().time()
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert asyncio.get_running_loop().time() - began_s < TRIAL_READ_S + 1
+        assert c.transport in ("two", "three")
+        c.fabrics["one"].reads_may_end.set()
+        await asyncio.sleep(1)
 
 
 @virtual

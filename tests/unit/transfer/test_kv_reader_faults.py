@@ -11,6 +11,7 @@ from baton.core.errors import Reason, Refused
 from baton.transfer.backend import GenerationEntry
 from baton.transfer.reader import peer_reads
 from baton.transfer.reader.peer_reads import BLOCKED_DEADLINES
+from baton.transfer.reader.pull import MAX_LOST_SLICES
 from tests import builders
 from tests.unit.transfer import transfer_rig as rigs
 from tests.unit.transfer.pulls import failure_of, pull_all, refusal_of, virtual
@@ -338,3 +339,67 @@ async def test_quarantine_limit_is_a_tenth_of_the_pool() -> None:
         assert r.kv_reader.needs_replacement
         r.reader.pool.drop_receiving(taken)
         r.reader.pool.unref(taken)
+
+
+@virtual
+@pytest.mark.parametrize("num_lost", [1, 5, MAX_LOST_SLICES])
+async def test_reads_that_the_owner_has_not_served_are_repeated(num_lost: int) -> None:
+    async with rig(two_sided=True) as r:
+        assert await r.kv_reader.warmed(OWNER)
+        r.fabric.num_to_lose = num_lost
+        await pull_all(r)
+        assert r.fabric.num_to_lose == 0
+        (link,) = r.kv_reader.links()
+        assert not link.broken
+        assert True not in r.observed.broken
+
+
+@virtual
+async def test_an_owner_that_serves_no_reads_breaks_the_link() -> None:
+    async with rig(two_sided=True) as r:
+        assert await r.kv_reader.warmed(OWNER)
+        r.fabric.num_to_lose = 10**6
+        job, _blocks = r.prefill("a", 18)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        receiving = r.mark_received(pull, 5)
+        assert await failure_of(pull.done()) is Reason.TRANSFER_FAILED
+        r.release(receiving)
+        (link,) = r.kv_reader.links()
+        assert link.broken
+        r.fabric.num_to_lose = 0
+        await asyncio.sleep(2)
+        r.check_nothing_leaks()
+        await pull_all(r, "b", request=2)
+
+
+@virtual
+async def test_reads_of_a_transfer_that_the_owner_has_ended_break_no_link() -> None:
+    async with rig(two_sided=True) as r:
+        assert await r.kv_reader.warmed(OWNER)
+        job, _blocks = r.prefill("a", 18)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        r.fabric.num_to_lose = 10**6  # the owner refuses them, and its message about the transfer comes later
+        receiving = r.mark_received(pull, 5)
+        r.service.owner.close(Reason.CANCELLED, asyncio.get_running_loop().time())
+        assert await failure_of(pull.done()) in (Reason.CANCELLED, Reason.LEASE_LOST)
+        r.release(receiving)
+        r.fabric.num_to_lose = 0
+        assert not r.kv_reader.links()[0].broken
+
+
+@virtual
+async def test_two_sided_reads_wait_for_a_new_stream() -> None:
+    async with rig(two_sided=True) as r:
+        assert await r.kv_reader.warmed(OWNER)
+        job, _blocks = r.prefill("a", 18)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        r.cut()
+        await asyncio.sleep(0)
+        receiving = r.mark_received(pull, 5)
+        await pull.done()
+        r.release(receiving)
+        announced = [blocks for _read, _reader, blocks in r.owner.backend.expected]
+        assert announced[-len(r.fabric.reads) :] == [source for source, _own in r.fabric.reads]

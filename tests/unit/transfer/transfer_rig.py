@@ -48,6 +48,7 @@ class Fabric:
     reads_may_end: reads of blocks end only while it is set
     generation_reads_may_end: the same for generation-table entries
     failing: reads end FAILED
+    num_to_lose: so many reads of blocks end LOST
     read_s: duration of a read of blocks or a probe
     in_doubt: reads of blocks fail without having ended, and end when `doubts_may_end` is set
     probes_in_doubt: the same for probes
@@ -61,6 +62,7 @@ class Fabric:
     reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     generation_reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
+    num_to_lose: int = 0
     read_s: float = READ_S
     in_doubt: bool = False
     probes_in_doubt: bool = False
@@ -238,6 +240,10 @@ class FakeBackend:
         fabric.running -= 1
         fabric.running_blocks -= count
         theirs, ours = fabric.blocks[source.memory.agent_name], fabric.blocks[self._worker.worker_id]
+        if own is not None and fabric.num_to_lose:
+            fabric.num_to_lose -= 1
+            self._reads.end(read_id, ReadState.LOST)
+            return
         if own is not None and not fabric.failing:
             for source_block, own_block in zip(source.block_ids, own, strict=True):
                 ours[own_block] = theirs[source_block]

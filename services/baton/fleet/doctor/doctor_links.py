@@ -6,7 +6,7 @@ blocks of a prefill worker.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -88,7 +88,7 @@ def transfer_findings(
     """Return one finding for each transfer backend, then one for `auto`.
 
     measured: by the name of the backend, all of `BACKENDS`
-    A failure is FAIL only if all backends fail. A speed below `min_link_gbps` is always FAIL.
+    A failure is FAIL only if all backends fail, and a speed below `min_link_gbps` only if none is faster.
     """
     failed = fail if all(each.problem for each in measured.values()) else warn
     for backend in BACKENDS:
@@ -99,7 +99,8 @@ def transfer_findings(
         if found.problem:
             yield failed(name, found.problem, _remedy(backend, is_installed=nixl_version is not None))
         elif _is_refused(found, min_link_gbps):
-            yield _refused(name, found, min_link_gbps)
+            any_is_fast = any(not each.problem and not _is_refused(each, min_link_gbps) for each in measured.values())
+            yield _refused(warn if any_is_fast else fail, name, found, min_link_gbps)
         elif backend == NIXL and any(slow in found.transport for slow in SLOW_TRANSPORTS):
             yield warn(
                 name,
@@ -151,9 +152,11 @@ def _is_refused(measured: LinkMeasurement, min_link_gbps: float) -> bool:
     return measured.bytes_per_s * 8 / 1e9 < min_link_gbps
 
 
-def _refused(name: str, measured: LinkMeasurement, min_link_gbps: float) -> Finding:
+def _refused(
+    found: Callable[[str, str, str], Finding], name: str, measured: LinkMeasurement, min_link_gbps: float
+) -> Finding:
     gbps = measured.bytes_per_s * 8 / 1e9
-    return fail(
+    return found(
         name,
         f"{_describe(measured)}: {gbps:.3g} Gbit/s, but --min-link-gbps is {min_link_gbps:g}",
         "workers with this setting refuse the link; lower --min-link-gbps, or use another --transfer",

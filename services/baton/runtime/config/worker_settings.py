@@ -292,9 +292,7 @@ class TransferSettings(Config):
         if self.kv_port_range is not None:
             port_range(self.kv_port_range)
             if self.transfer == "collective":
-                raise ConfigError(
-                    "kv_port_range limits the ports of NIXL only; --transfer collective uses any free port"
-                )
+                raise ConfigError("kv_port_range is for NIXL only: remove it, or use --transfer nixl or auto")
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -165,7 +165,8 @@ def attach_shared(handle: str, *, num_blocks: int, block_bytes: int) -> HostMemo
     kind, host, pid, where = _parse(handle)
     if host != host_id():
         raise LayoutMismatch(
-            "memory_kind: the peer's shared memory is on another host; start the workers with --transfer nixl"
+            "memory_kind: the peer's shared memory is on another host; start the workers with --transfer nixl, "
+            "collective or auto"
         )
     size = segment_bytes(num_blocks, block_bytes)
     segment = _map_memfd(int(pid), int(where), size) if kind == "memfd" else _map_named(where, size)

@@ -91,7 +91,10 @@ class SeveralBackends:
         del self._of_read[read_id]
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(backend.aclose() for backend in self._backends))
+        results = await asyncio.gather(*(backend.aclose() for backend in self._backends), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     def _of(self, peer: KvMemory) -> TransferBackend:
         return self._by_transfer.get(peer.transfer, self._backends[0])

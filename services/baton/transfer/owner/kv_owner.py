@@ -261,7 +261,7 @@ class KvOwner:
         if not transfer_id:
             return all(0 <= block_id < self._num_blocks for block_id in block_ids)
         transfer = self._by_reader.get(reader.incarnation, {}).get(transfer_id)
-        return transfer is not None and set(block_ids) <= set(transfer.announced)
+        return transfer is not None and transfer.announced_ids.issuperset(block_ids)
 
     def expire(self, now_s: float) -> None:
         """End transfers whose lease or claim timeout has passed.

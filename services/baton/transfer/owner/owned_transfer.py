@@ -1,7 +1,7 @@
 """The state of one transfer at its owner, from which its next announcement follows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.errors import Reason
 from baton.core.ids import JobId, TransferId, WorkerRef
@@ -27,6 +27,7 @@ class OwnedTransfer:
     next_block: index of the first block that was not announced to the reader
     lost: why the sequence ended early; None otherwise
     stream_number: the stream on which the last Follow arrived
+    announced_ids: ids of all blocks that were ever announced
     span: trace span from the Follow to the end
     """
 
@@ -48,6 +49,7 @@ class OwnedTransfer:
     timeline: LegTimeline | None = None
     lost: Reason | None = None
     stream_number: int = 0
+    announced_ids: set[int] = field(default_factory=set)
     span: Span = NO_SPAN
 
     @property
@@ -70,6 +72,7 @@ class OwnedTransfer:
         hashes = self.hashes[begin : self.num_ready]
         self.next_block = max(self.next_block, self.num_ready)
         self.final_sent = self.is_final
+        self.announced_ids.update(block_ids)
         return KvReady(
             transfer_id=self.transfer_id,
             first_block_index=begin,

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from baton.core.errors import LayoutMismatch
+from baton.core.errors import LayoutMismatch, Reason
 from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
@@ -15,6 +16,8 @@ CHOICE_MIN_S = 5.0
 CHOICE_MAX_S = 300.0
 """Shortest and longest pause before the backends of a broken link are measured again. It doubles with each
 choice, because a measurement of all of them loads a network that may just be slow."""
+TRIAL_READ_S = 5.0
+"""Longest read while one of several backends is measured, so that one that is silent delays the others little."""
 
 
 class BackendChoice:
@@ -43,6 +46,7 @@ class BackendChoice:
         self._pause_s = 0.0
         self._next_s = float("-inf")
         self._is_closed = False
+        self._chooses_by: Reason | None = None
         self.is_choosing = False
         self.reason = ""
         self.reads = self._candidates[0] if len(self._candidates) == 1 else None
@@ -55,6 +59,16 @@ class BackendChoice:
         return self._candidates[0].regions.num_blocks
 
     @property
+    def broken_by(self) -> Reason | None:
+        """The reason why the link is broken; None if it is not, or if no backend is chosen yet.
+
+        A link that chooses again is broken until it has chosen.
+        """
+        if self.is_choosing:
+            return self._chooses_by
+        return self.reads.broken_by if self.reads is not None else None
+
+    @property
     def may_start(self) -> bool:
         """True if `measure` or `repair` would start a read now."""
         if self.reads is None or self._is_due:
@@ -62,9 +76,16 @@ class BackendChoice:
         return self.reads.may_probe
 
     def reconnect(self) -> None:
-        """Connect the backend that is used, or all before the choice, because there is a new stream."""
-        for candidate in self._candidates if self.reads is None or self.is_choosing else (self.reads,):
-            self._connect(candidate)
+        """Connect the backend that is used, or all before the choice, because there is a new stream.
+
+        Raises LayoutMismatch if the backend that is used does not fit any more.
+        """
+        if self.reads is not None:
+            self._connect(self.reads)
+        if self.reads is None or self.is_choosing:
+            for candidate in self._candidates:
+                with suppress(LayoutMismatch):  # then it is not chosen
+                    self._connect(candidate)
 
     def forget(self) -> None:
         """Disconnect all backends, because the link has ended."""
@@ -99,12 +120,10 @@ class BackendChoice:
 
     async def _choose(self) -> None:
         """Measure each backend and use the fastest. One that is not used is disconnected."""
+        self._chooses_by = self.reads.broken_by if self.reads is not None else None
         self.is_choosing = True
-        began_s = self._clock()
         try:
             for candidate in self._candidates:
-                if not candidate.is_tried:  # what the others took is no cost of this one
-                    candidate.dialed_s += self._clock() - began_s
                 if not self._is_closed and candidate.may_probe:
                     await self._measure(candidate)
         finally:
@@ -113,12 +132,18 @@ class BackendChoice:
             self._use(max(self._candidates, key=_preference))
 
     async def _measure(self, candidate: PeerReads) -> None:
+        """Connect a candidate and measure it. One that raises an error is broken."""
+        if not candidate.is_tried:
+            candidate.dialed_s = self._clock()
+        candidate.longest_read_s = TRIAL_READ_S
         try:
             self._connect(candidate)
-        except LayoutMismatch as mismatch:  # it fitted before; what is left of the owner's memory does not
-            log.warning("kv_backend_not_connected", owner=str(candidate.owner), problem=str(mismatch))
-            return
-        await candidate.warm()
+            await candidate.warm()
+        except Exception:
+            log.exception("kv_backend_failed", owner=str(candidate.owner), transfer=candidate.regions.transfer)
+            candidate.break_link(Reason.TRANSFER_FAILED)
+        finally:
+            candidate.longest_read_s = float("inf")
 
     def _use(self, chosen: PeerReads) -> None:
         now_s = self._clock()

@@ -87,12 +87,14 @@ class PeerLink:
     @property
     def broken_by(self) -> Reason | None:
         """The reason why the link is broken; None if it is not."""
-        return self.reads.broken_by if self.reads is not None else None
+        return self._choice.broken_by if self._choice is not None else None
 
     @property
     def problem(self) -> str:
         """Reason why the link is not used, as text; empty if it is."""
-        return self.reads.problem if self.reads is not None else ""
+        if self.reads is None or self.broken_by is None:
+            return ""
+        return self.reads.problem or self.broken_by.value
 
     def report(self) -> LinkReport:
         """Return the state of the link for the worker report."""
@@ -105,9 +107,9 @@ class PeerLink:
             exposed_s=self.reads.costs.exposed_s,
             dial_s=self.reads.costs.dial_s,
             inflight_bytes=self.reads.inflight_blocks * self.reads.block_bytes,
-            broken=self.reads.broken,
+            broken=self.is_broken,
             transport=self.reads.transport,
-            problem=self.reads.problem,
+            problem=self.problem,
             choice=self._choice.reason if self._choice is not None else "",
         )
 
@@ -177,6 +179,8 @@ class PeerLink:
         reads = self.reads
         if reads is None or self.has_ended or self._is_choosing:
             return
+        if self._stream is None and self._reading.backend.is_two_sided(reads.memory):
+            return  # the owner would not learn of them
         while (num_blocks := reads.num_startable_blocks) > 0:
             pull = next((p for p in self._pulls.values() if p.has_work), None)
             if pull is None:
@@ -205,16 +209,19 @@ class PeerLink:
             await choice.measure()
         finally:
             self._is_probing = False
-        self._warmed.set()
+            self._warmed.set()
 
-    async def _repair(self, choice: BackendChoice) -> None:
-        """Probe the broken link, unless it is being probed, or enough probes are running."""
+    def _start_repair(self, choice: BackendChoice) -> None:
+        """Start to probe the broken link, unless it is being probed, or enough probes are running."""
         if self.is_broken and choice.may_start and self._stream is not None and not self._is_probing:
             self._is_probing = True
-            try:
-                await choice.repair()
-            finally:
-                self._is_probing = False
+            self.spawn(self._repair(choice))
+
+    async def _repair(self, choice: BackendChoice) -> None:
+        try:
+            await choice.repair()
+        finally:
+            self._is_probing = False
 
     # -- stream ------------------------------------------------------------------------------------
 
@@ -283,6 +290,7 @@ class PeerLink:
             self._start_warming(self._choice)
         for pull in list(self._pulls.values()):
             pull.follow()
+        self.start_reads()
         return True
 
     def _refusal(self, reply: PeerHelloReply) -> tuple[Reason | None, str]:
@@ -328,6 +336,8 @@ class PeerLink:
             try:
                 self._connect(each)
             except LayoutMismatch as mismatch:
+                for memory in each.memories:
+                    backend.forget(memory)
                 if number == len(regions) - 1 and not found:
                     raise
                 log.info("kv_backend_left_out", owner=str(self.owner), transfer=each.transfer, problem=str(mismatch))
@@ -416,7 +426,7 @@ class PeerLink:
             if self._pulls and self._stream is not None:
                 self._renew(now_s)
             if self._choice is not None:
-                await self._repair(self._choice)
+                self._start_repair(self._choice)
             await asyncio.sleep(renew_s)
 
     def _renew(self, now_s: float) -> None:

@@ -29,8 +29,10 @@ log = get_logger(__name__)
 PROBE_TRANSFER = TransferId(0)
 MAX_SLICE_BYTES = 8 * 2**20
 MAX_INFLIGHT_SHARE = 0.02
-"""Share of the pool, at least one block, that may be in flight from one owner. A silent owner can cause at
-most so many blocks to be quarantined."""
+"""Share of the pool, at least one block, that may be in flight from one owner with one transfer backend. A
+silent owner can cause at most so many blocks to be quarantined."""
+MAX_INFLIGHT_BYTES = 256 * 2**20
+"""Most bytes in flight from one owner with one transfer backend, if a block is not larger."""
 MAX_OPEN_PROBES = 4
 BLOCKED_DEADLINES = 3
 """A link is blocked for good if nothing can start on it, because reads are in doubt, for this many times the
@@ -40,6 +42,10 @@ _SELF_TEST_S = 0.02
 _MIN_DURATION_S = 1e-6
 _MIN_MEASURED_BYTES = 2**20
 """The duration of a smaller read is mostly latency and does not show the bandwidth."""
+
+
+class ReadLost(Exception):
+    """The owner has not served a read, which can be repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +95,7 @@ class PeerReads:
     broken_by: TRANSFER_TIMEOUT after a read that timed out, TRANSFER_FAILED after one that failed, else None
     is_tried: True once a read has succeeded
     is_used: False while another backend reads from this owner; then nothing is reported
+    longest_read_s: a limit of reads beside their deadlines
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class PeerReads:
         self.broken_by: Reason | None = None
         self.is_tried = False
         self.is_used = True
+        self.longest_read_s = float("inf")
         self.inflight_blocks = 0
         self.block_bytes = shared.layout.block_bytes
         self.max_slice_blocks = max(1, MAX_SLICE_BYTES // self.block_bytes)
@@ -119,7 +127,8 @@ class PeerReads:
         self.dialed_s = dialed_s
         self._shared, self._backend = shared, shared.backend
         self._send, self._on_change, self._is_idle = send, on_change, is_idle
-        self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.num_blocks))
+        most = min(int(MAX_INFLIGHT_SHARE * shared.backend.num_blocks), MAX_INFLIGHT_BYTES // self.block_bytes)
+        self._max_inflight = max(1, most)
         self._open_probes = 0
         self._doubted_blocks = 0
         self._doubted_probes = 0
@@ -220,7 +229,8 @@ class PeerReads:
     async def read_generations(self, source: KvDescriptor) -> tuple[GenerationEntry, ...] | None:
         """Read the generation-table entries of the source's blocks.
 
-        Returns None if the read failed. Raises TimeoutError if its deadline passed.
+        Returns None if the read failed. Raises TimeoutError if its deadline passed, ReadLost if the owner has
+        not served it.
         """
         read_id = self._shared.next_read_id()
         self._backend.start_read_generations(read_id, source)
@@ -232,6 +242,8 @@ class PeerReads:
             return None
         entries = self._backend.generations(read_id) if state is ReadState.DONE else None
         self._backend.release(read_id)
+        if state is ReadState.LOST:
+            raise ReadLost
         return entries
 
     def break_link(self, reason: Reason) -> None:
@@ -252,7 +264,7 @@ class PeerReads:
         `num_bytes`: all bytes in flight, including this read.
         """
         try:
-            async with asyncio.timeout(self.bandwidth.deadline_s(num_bytes)):
+            async with asyncio.timeout(min(self.longest_read_s, self.bandwidth.deadline_s(num_bytes))):
                 return await self._backend.wait(read_id)
         except TimeoutError:
             return None

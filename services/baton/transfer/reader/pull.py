@@ -31,6 +31,11 @@ LEASE_MARGIN = 0.95
 """Share of the owner's lease that the reader uses, because two clocks may run at different speeds."""
 
 
+MAX_LOST_SLICES = 64
+"""Slices that a pull requests again because the owner has not served them. The end of one process group loses
+all slices in flight, at most `MAX_INFLIGHT_BYTES` of them."""
+
+
 class PullLink(Protocol):
     """The link to the owner, as a pull uses it.
 
@@ -109,6 +114,7 @@ class Pull:
         self._changed = asyncio.Event()
         self.final: KvReady | None = None
         self._has_retried = False
+        self._num_lost = 0
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._record = PullRecord(self._clock(), self._link_bytes())
@@ -281,6 +287,8 @@ class Pull:
         elif problem == slice_reader.FAILED:
             self.fail(Reason.TRANSFER_FAILED, "a read failed")
             end.reads.break_link(Reason.TRANSFER_FAILED)
+        elif problem == slice_reader.LOST:
+            self._on_lost_read(part, end.reads)
         elif problem == slice_reader.LATE:
             self.fail(Reason.TRANSFER_TIMEOUT, "a read of generation-table entries passed its deadline")
             end.reads.break_link(Reason.TRANSFER_TIMEOUT)
@@ -289,6 +297,16 @@ class Pull:
             self.fail(Reason.LEASE_LOST, "the lease ended while blocks were read")
         else:
             self._on_mismatch(part, problem)
+
+    def _on_lost_read(self, part: Slice, reads: PeerReads) -> None:
+        """Request the blocks of a slice again that the owner has not served."""
+        self._num_lost += 1
+        if self._num_lost > MAX_LOST_SLICES:
+            self.fail(Reason.TRANSFER_FAILED, "the owner does not serve reads")
+            reads.break_link(Reason.TRANSFER_FAILED)
+            return
+        self._blocks.forget(part)
+        self._send_follow(min(block.index for block in part.blocks))
 
     def _on_mismatch(self, part: Slice, what: str) -> None:
         """Discard a slice that is not what was announced, and request it again, once."""

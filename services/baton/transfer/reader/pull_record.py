@@ -85,8 +85,8 @@ class PullRecord:
         A pull that had to wait for the connection or for memory shows no such cost.
         """
         since = self._bytes_at_start if is_prefix else self._bytes_at_final
-        if since is None or bandwidth.total_bytes == since or not self.transfer_bytes:
-            return
+        if since is None or bandwidth.total_bytes <= since or not self.transfer_bytes:
+            return  # fewer bytes: another backend reads now
         bytes_s = bandwidth.bytes_s(bandwidth.total_bytes - since)
         if is_prefix:
             costs.pulled_prefix(self.duration_s, bytes_s)

@@ -9,10 +9,11 @@ from baton.core.ids import TransferId, WorkerRef
 from baton.runtime.failpoints import FailpointError, hit
 from baton.transfer.backend import KvDescriptor, ReadState
 from baton.transfer.integrity.validate_read import mismatch
-from baton.transfer.reader.peer_reads import PeerReads
+from baton.transfer.reader.peer_reads import PeerReads, ReadLost
 from baton.transfer.reader.pull_blocks import PullBlocks, Slice
 
 FAILED = "read"
+LOST = "lost"
 LATE = "late"
 LEASE = "lease"
 TIMED_OUT = "timed_out"
@@ -24,6 +25,7 @@ class SliceEnd:
     """The result of one slice. `problem` is None if the slice is valid. Otherwise it is one of these:
 
     FAILED: a read failed, or the pull has ended meanwhile
+    LOST: the owner has not served the read; it can be repeated
     LATE: the read of the generation-table entries passed its deadline
     LEASE: the lease ended before the validation
     TIMED_OUT: the read of the blocks passed its deadline, and its destination is quarantined
@@ -89,7 +91,9 @@ class SliceReader:
         else:
             reads.end_read(read_id, len(part.own))
             self._num_done += 1
-            if state is ReadState.DONE and self._is_wanted():
+            if state is ReadState.LOST:
+                problem = LOST
+            elif state is ReadState.DONE and self._is_wanted():
                 problem = await self._validate(reads, source, part)
         self._blocks.end_read(part)
         if not self._blocks.num_reading:
@@ -107,6 +111,8 @@ class SliceReader:
             entries = await reads.read_generations(source)
         except TimeoutError:
             return LATE
+        except ReadLost:
+            return LOST
         if entries is None:
             return FAILED
         what = mismatch(part.blocks, entries, self._owner.worker_epoch)

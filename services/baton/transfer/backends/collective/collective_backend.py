@@ -6,15 +6,16 @@ pair, and left with it. A group that fails is left; the next read forms another 
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from baton.core.errors import LayoutMismatch
-from baton.core.ids import ReadId, WorkerRef
+from baton.core.ids import Incarnation, ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
@@ -39,6 +40,8 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES
 log = get_logger(__name__)
 
 TRANSFER = "collective"
+KINDS = ("gloo", "nccl")
+"""Names of the kinds of groups."""
 MAX_GROUPS = 1024
 """Most groups in which a worker serves readers, including those that have not ended yet."""
 RENDEZVOUS_S = 10.0
@@ -78,11 +81,17 @@ class GroupKind(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class _Owner:
-    """An owner that this worker reads from. send: on the present stream. entries: those of the blocks that
-    were read last, by agent name and block id."""
+    """An owner that this worker reads from.
 
-    name: str
+    send: on the present stream
+    regions: agent names of its memory
+    transport: kind of group; empty until one has formed
+    entries: those of the blocks that were read last, by agent name and block id
+    """
+
+    ref: WorkerRef
     send: SendGroup
+    transport: str = ""
     regions: set[str] = field(default_factory=set)
     entries: dict[tuple[str, int], GenerationEntry] = field(default_factory=dict)
     number: int = 0
@@ -115,10 +124,12 @@ class CollectiveBackend:
         self._layout, self._kind, self._silence_s = layout, kind, silence_s
         self._format = MessageFormat.of(layout)
         self.max_probe_blocks = min(num_blocks, self._format.max_blocks)
+        self._max_entries = 2 * num_blocks + self._format.max_blocks
         self._num_all_blocks = num_blocks + num_slots
         self._reads = ReadTable()
         self._numbers = count(1)
-        self._owners: dict[str, _Owner] = {}  # by agent name, so that regions of one owner share one
+        self._owners: dict[Incarnation, _Owner] = {}
+        self._is_closed = False
         self._serving: set[ServingGroup] = set()
         self._ending: set[ReadingGroup] = set()
         self._aborts = ThreadPoolExecutor(1, thread_name_prefix="kv-group-abort")
@@ -138,14 +149,9 @@ class CollectiveBackend:
         mismatch = self._layout.mismatch(layout)
         if mismatch is not None:
             raise LayoutMismatch(mismatch)
-        kind = peer.agent_metadata.decode(errors="replace")
-        if kind != self._kind.name:
-            raise LayoutMismatch(
-                f"transfer: this worker has {self._kind.name}, the peer {kind!r}; NCCL needs GPUs on both sides, so "
-                "use --gpu-kv staged if only one has a GPU"
-            )
-        owner = self._owners.get(peer.agent_name) or self._owner_of(peer, send)
-        self._owners[peer.agent_name] = owner
+        self._check_kind(peer)
+        incarnation = peer.owner.incarnation
+        owner = self._owners.setdefault(incarnation, _Owner(ref=peer.owner, send=send))
         owner.regions.add(peer.agent_name)
         if owner.send != send:  # a new stream: the owner has left the group with the old one
             owner.send = send
@@ -154,16 +160,17 @@ class CollectiveBackend:
             self._join(owner)
 
     def forget(self, peer: KvMemory) -> None:
-        owner = self._owners.pop(peer.agent_name, None)
+        owner = self._find(peer)
         if owner is None:
             return
         owner.regions.discard(peer.agent_name)
         if not owner.regions:
+            del self._owners[owner.ref.incarnation]
             owner.send(GroupMessage(group=owner.number, key=""))
             self._leave(owner)
 
     def receive(self, peer: KvMemory, message: GroupMessage) -> None:
-        owner = self._owners.get(peer.agent_name)
+        owner = self._find(peer)
         if owner is None or message.group != owner.number:
             return
         if not message.key:
@@ -172,9 +179,12 @@ class CollectiveBackend:
             owner.store.deliver(message.key, message.value)
 
     def transport_to(self, peer: KvMemory) -> str:
-        owner = self._owners.get(peer.agent_name)
-        is_formed = owner is not None and owner.group is not None and owner.group.has_joined
-        return self._kind.name if is_formed else ""
+        owner = self._find(peer)
+        if owner is None:
+            return ""
+        if owner.group is not None and owner.group.has_joined:
+            owner.transport = self._kind.name
+        return owner.transport
 
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
         check_ids(block_ids, self.num_blocks, "own")
@@ -192,13 +202,13 @@ class CollectiveBackend:
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
         self._reads.begin(read_id)
-        owner = self._owners.get(source.memory.agent_name)
+        owner = self._find(source.memory)
         known = {} if owner is None else owner.entries
         entries = tuple(
             entry for each in source.block_ids if (entry := known.get((source.memory.agent_name, each))) is not None
         )
         is_complete = len(entries) == len(source.block_ids)
-        self._reads.end(read_id, ReadState.DONE if is_complete else ReadState.FAILED, entries)
+        self._reads.end(read_id, ReadState.DONE if is_complete else ReadState.LOST, entries)
 
     def poll(self, read_id: ReadId) -> ReadState:
         return self._reads.poll(read_id)
@@ -238,6 +248,7 @@ class CollectiveBackend:
             _done, late = await asyncio.wait(running, timeout=_CLOSE_S)
             for wait in late:
                 wait.cancel()
+        self._is_closed = True
         for owner in list(self._owners.values()):
             self._leave(owner)
         self._owners.clear()
@@ -264,13 +275,22 @@ class CollectiveBackend:
             transfer=TRANSFER,
         )
 
-    def _owner_of(self, peer: KvMemory, send: SendGroup) -> _Owner:
-        """Return the owner that another region of this incarnation belongs to, or a new one."""
-        name = peer.agent_name.removesuffix(_TIER)
-        for owner in self._owners.values():
-            if owner.name == name:
-                return owner
-        return _Owner(name=name, send=send)
+    def _check_kind(self, peer: KvMemory) -> None:
+        """Raise LayoutMismatch if the peer has no groups of this kind."""
+        kind = peer.agent_metadata.decode(errors="replace") if peer.transfer == TRANSFER else ""
+        if kind == self._kind.name:
+            return
+        if kind not in KINDS:
+            raise LayoutMismatch("transfer: the peer has no process groups; give both workers the same --transfer")
+        raise LayoutMismatch(
+            f"transfer: this worker has {self._kind.name}, the peer {kind}; NCCL needs GPUs on both sides, so use "
+            "--gpu-kv staged if only one has a GPU"
+        )
+
+    def _find(self, peer: KvMemory) -> _Owner | None:
+        """Return the owner of connected memory; None if it is not connected."""
+        owner = self._owners.get(peer.owner.incarnation)
+        return owner if owner is not None and peer.agent_name in owner.regions else None
 
     def _new_store(self, publish: Callable[[str, bytes], None]) -> RendezvousStore:
         """Return a store whose values are published on the event loop."""
@@ -291,9 +311,9 @@ class CollectiveBackend:
         owner.group = ReadingGroup(
             self._kind.open(owner.store, READER_RANK, RENDEZVOUS_S),
             self._kind.messages,
-            name=owner.name,
+            name=str(owner.ref),
             silence_s=self._silence_s,
-            on_read=partial(self._read_ended, owner),
+            on_read=partial(self._report, asyncio.get_running_loop(), owner, number),
         )
 
     def _leave(self, owner: _Owner) -> None:
@@ -307,8 +327,8 @@ class CollectiveBackend:
         if not 0 < len(source.block_ids) <= self._format.max_blocks:
             raise ValueError(f"a read has {len(source.block_ids)} blocks; must be 1 to {self._format.max_blocks}")
         self._reads.begin(read_id)
-        owner = self._owners.get(source.memory.agent_name)
-        if owner is None:
+        owner = self._find(source.memory)
+        if owner is None or self._is_closed:
             self._reads.end(read_id, ReadState.FAILED)
             return
         read = GroupRead(read_id=read_id, agent_name=source.memory.agent_name, block_ids=source.block_ids, own=own)
@@ -317,20 +337,36 @@ class CollectiveBackend:
             if owner.group is None or not owner.group.put(read):
                 self._reads.end(read_id, ReadState.FAILED)
 
-    def _read_ended(self, owner: _Owner, read: GroupRead, entries: tuple[GenerationEntry, ...] | None) -> None:
-        """Record the end of a read. Called on the thread of its group."""
-        if entries is None:
-            self._reads.report(read.read_id, ReadState.FAILED)
-            return
-        if read.own is not None:
+    def _report(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        owner: _Owner,
+        number: int,
+        read: GroupRead,
+        state: ReadState,
+        entries: tuple[GenerationEntry, ...],
+    ) -> None:
+        """Record the end of a read of group `number`. Called on the thread of the group."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._read_ended, owner, number, read, state, entries)
+
+    def _read_ended(
+        self, owner: _Owner, number: int, read: GroupRead, state: ReadState, entries: tuple[GenerationEntry, ...]
+    ) -> None:
+        if state is ReadState.DONE and number != owner.number:
+            state = ReadState.LOST  # entries of a group that was left could replace newer ones of the present group
+        if state is ReadState.DONE and read.own is not None:
             keys = ((read.agent_name, block_id) for block_id in read.block_ids)
             owner.entries.update(zip(keys, entries, strict=True))
-        self._reads.report(read.read_id, ReadState.DONE)
+            for key in list(islice(owner.entries, max(0, len(owner.entries) - self._max_entries))):
+                del owner.entries[key]
+        self._reads.end(read.read_id, state)
 
     def _open_serving(self, reader: WorkerRef, store: RendezvousStore) -> ServingGroup | None:
         self._serving = {group for group in self._serving if not group.has_ended}
-        if len(self._serving) >= MAX_GROUPS:
-            log.warning("kv_group_refused", reader=str(reader), problem=f"{MAX_GROUPS} groups are served already")
+        if self._is_closed or len(self._serving) >= MAX_GROUPS:
+            problem = "the worker is shutting down" if self._is_closed else f"{MAX_GROUPS} groups are served already"
+            log.warning("kv_group_refused", reader=str(reader), problem=problem)
             return None
         group = ServingGroup(
             self._kind.open(store, OWNER_RANK, RENDEZVOUS_S),
@@ -342,11 +378,15 @@ class CollectiveBackend:
         return group
 
     def _end_serving(self, group: ServingGroup) -> None:
-        self._aborts.submit(group.close)
+        if self._is_closed:
+            group.close()
+        else:
+            self._aborts.submit(group.close)
 
     def _close_threads(self, groups: Sequence[ServingGroup | ReadingGroup]) -> None:
         self._aborts.shutdown(wait=True)
-        late = [group for group in groups if not group.join(RENDEZVOUS_S + 1)]
+        ends_s = time.monotonic() + RENDEZVOUS_S + 1
+        late = [group for group in groups if not group.join(max(0.0, ends_s - time.monotonic()))]
         if late:
             log.warning("kv_groups_not_ended", num_groups=len(late))
         else:

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, empty, uint8
 from torch.distributed import ProcessGroupGloo
 
-from baton.transfer.backends.collective.process_group import GroupFailed
+from baton.transfer.backends.collective.process_group import GroupFailed, GroupLeft
 from baton.transfer.backends.collective.rendezvous_store import RendezvousClosed, RendezvousStore
 
 _TAG, _ABORT_TAG = 1, 2
+_CLOSED = ("closed by peer", "reset by peer")
 _ABORT_WAIT = timedelta(milliseconds=1)
 
 
@@ -52,19 +53,19 @@ class GlooGroup:
         try:
             return self._group.send([buffer], 1 - self._rank, _TAG)
         except RuntimeError as error:
-            raise GroupFailed(str(error)) from error
+            raise _failure(error) from error
 
     def start_receive(self, buffer: Tensor) -> Any:
         try:
             return self._group.recv([buffer], 1 - self._rank, _TAG)
         except RuntimeError as error:
-            raise GroupFailed(str(error)) from error
+            raise _failure(error) from error
 
     def wait(self, work: Any, timeout_s: float) -> None:
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise GroupFailed(str(error)) from error
+            raise _failure(error) from error
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -77,3 +78,9 @@ class GlooGroup:
     def close(self) -> None:
         self._store.close()
         self._group = None
+
+
+def _failure(error: RuntimeError) -> GroupFailed:
+    """Return the exception for an error of Gloo, which has only its text to tell them apart."""
+    text = str(error)
+    return GroupLeft(text) if any(words in text for words in _CLOSED) else GroupFailed(text)

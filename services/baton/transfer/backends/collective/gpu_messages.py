@@ -1,6 +1,8 @@
 """Messages of NCCL: blocks in the memory of a GPU. Not verified: no GPU has run it."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,8 +17,8 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entrie
 class GpuMessages:
     """Implements `MessageMemory` over the KV cache of a GPU. Works on any device of torch, for tests.
 
-    Header and entries are in host memory, and are copied to and from the GPU with each message. Copies run on
-    streams of their own, and have ended when a method returns.
+    Header and entries are in host memory, and are copied to and from the GPU with each message. Each thread
+    has a stream of its own for copies, which have ended when a method returns.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class GpuMessages:
         self._kv = kv
         self._table = generation_table.reshape(-1, ENTRY_BYTES)
         self._tier = tier
+        self._threads = threading.local()
 
     def new_buffer(self) -> torch.Tensor:
         return torch.empty(self._format.max_bytes, dtype=torch.uint8, device=self._kv.device)
@@ -38,14 +41,16 @@ class GpuMessages:
     def pack(self, buffer: torch.Tensor, header: MessageHeader, block_ids: tuple[int, ...]) -> torch.Tensor:
         num_blocks, begin = header.num_blocks, self._format.blocks_at(header.num_blocks)
         blocks = buffer[begin : begin + num_blocks * self._format.block_bytes].view(num_blocks, -1)
-        with _stream_of(self._kv.device):
-            for number, block_id in enumerate(block_ids):
-                blocks[number].copy_(self._block(block_id))
-            _synchronize(self._kv.device)  # the entries are read after the blocks
+        with self._copies():
+            if block_ids and max(block_ids) < len(self._kv):
+                torch.index_select(self._kv, 0, torch.tensor(block_ids, device=self._kv.device), out=blocks)
+            else:
+                for number, block_id in enumerate(block_ids):
+                    blocks[number].copy_(self._block(block_id))
+        with self._copies():  # the entries are read after the copies of the blocks have ended
             entries = self._entries(block_ids) or bytes(num_blocks * ENTRY_BYTES)
             start = np.frombuffer(header.encode() + entries, dtype=np.uint8).copy()
             buffer[: len(start)].copy_(torch.from_numpy(start))
-            _synchronize(self._kv.device)
         return buffer[: self._format.num_bytes(num_blocks)]
 
     def expected(self, buffer: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -53,16 +58,16 @@ class GpuMessages:
         return buffer[: self._format.num_bytes(num_blocks)]
 
     def header(self, buffer: torch.Tensor) -> MessageHeader:
-        return MessageHeader.decode(buffer[:HEADER_BYTES].cpu().numpy().tobytes())
+        with self._copies():
+            return MessageHeader.decode(buffer[:HEADER_BYTES].cpu().numpy().tobytes())
 
     def unpack(self, buffer: torch.Tensor, num_blocks: int, own: tuple[int, ...] | None) -> tuple[GenerationEntry, ...]:
         begin, size = self._format.blocks_at(num_blocks), self._format.block_bytes
-        entries = buffer[HEADER_BYTES : HEADER_BYTES + num_blocks * ENTRY_BYTES].cpu().numpy().tobytes()
-        if own is not None:
-            with _stream_of(self._kv.device):
+        with self._copies():
+            entries = buffer[HEADER_BYTES : HEADER_BYTES + num_blocks * ENTRY_BYTES].cpu().numpy().tobytes()
+            if own is not None:
                 ids = torch.tensor(own, device=self._kv.device)
                 self._kv.index_copy_(0, ids, buffer[begin : begin + num_blocks * size].view(num_blocks, size))
-                _synchronize(self._kv.device)
         return decode_entries(entries)
 
     def _block(self, block_id: int) -> torch.Tensor:
@@ -82,12 +87,15 @@ class GpuMessages:
         assert self._tier is not None
         return self._tier.generation_table.reshape(-1, ENTRY_BYTES)[slot]
 
-
-def _stream_of(device: torch.device) -> "torch.cuda.StreamContext":
-    """Return a context in which work goes to a stream of its own; on a CPU it does nothing."""
-    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    @contextmanager
+    def _copies(self) -> Iterator[None]:
+        """Run copies on the thread's own stream, and wait for their end."""
+        if self._kv.device.type != "cuda":
+            yield
+            return
+        stream = getattr(self._threads, "stream", None)
+        if stream is None:
+            stream = self._threads.stream = torch.cuda.Stream(self._kv.device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()

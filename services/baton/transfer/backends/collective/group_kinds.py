@@ -49,9 +49,13 @@ class NcclKind:
     memory_kind = "cuda"
 
     def __init__(self, layout: KvLayout, kv: "Tensor", generation_table: Bytes, tier: HostMemory | None = None) -> None:
-        """The arguments are those of `GpuMessages`."""
+        """The arguments are those of `GpuMessages`. Raises ConfigError if torch has no NCCL."""
+        from torch.distributed import is_nccl_available
+
         from baton.transfer.backends.collective.gpu_messages import GpuMessages
 
+        if not is_nccl_available():
+            raise ConfigError("this build of torch has no NCCL: use --gpu-kv staged, which moves KV by Gloo")
         self.device_id = kv.device.index or 0
         self._device = kv.device
         self.messages = GpuMessages(layout, kv, generation_table, tier)

@@ -12,11 +12,13 @@ from baton.transfer.backends.collective.serving_group import ReadAnswer, Serving
 
 log = get_logger(__name__)
 
+MAX_ENDING_GROUPS = 4
+"""Most groups of one stream that were left and have not ended. One that is being formed ends after some time."""
 JOIN_KEY = "join"
 """Key of a reader's first message of a group, which has no value."""
 MAX_WAITING_MESSAGES = 64
-"""Most messages of full size whose blocks may wait in one group. A reader of this release has far fewer in
-flight; with more, the group is ended."""
+"""Most messages of full size whose blocks may wait in one group; with more, it is ended. This is twice what
+readers have in flight (`reader.peer_reads.MAX_INFLIGHT_BYTES`)."""
 
 OpenServing = Callable[[WorkerRef, RendezvousStore], ServingGroup | None]
 """Starts to form a group with a reader; None if the worker serves too many groups."""
@@ -47,6 +49,7 @@ class GroupServer:
         self._number = 0
         self._store: RendezvousStore | None = None
         self._group: ServingGroup | None = None
+        self._left: list[ServingGroup] = []
         self._is_closed = False
 
     def receive(self, message: GroupMessage) -> None:
@@ -77,6 +80,11 @@ class GroupServer:
 
     def _join(self) -> None:
         number = self._number
+        self._left = [group for group in self._left if not group.has_ended]
+        if len(self._left) >= MAX_ENDING_GROUPS:
+            log.warning("kv_group_refused", reader=str(self._reader), problem="its earlier groups have not ended yet")
+            self._send(GroupMessage(group=number, key=""))
+            return
         self._store = self._new_store(lambda key, value: self._send(GroupMessage(group=number, key=key, value=value)))
         self._group = self._open_group(self._reader, self._store)
         if self._group is None:
@@ -99,4 +107,5 @@ class GroupServer:
     def _leave(self) -> None:
         if self._group is not None:
             self._end_group(self._group)
+            self._left.append(self._group)
         self._group = self._store = None

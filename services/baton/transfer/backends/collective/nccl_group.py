@@ -1,5 +1,6 @@
 """A process group of NCCL: NVLink or the network between two GPUs. Not verified: no GPU has run it."""
 
+import os
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -12,13 +13,17 @@ from baton.transfer.backends.collective.process_group import GroupFailed
 from baton.transfer.backends.collective.rendezvous_store import RendezvousClosed, RendezvousStore
 
 _POLL_S = 0.0002
+_OPERATION = timedelta(days=1)
+"""NCCL's own limit of an operation. It is never reached: `wait` has one that ends only the group."""
+_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Without these, torch ends the whole process when an operation of one group fails or takes long."""
 
 
 class NcclGroup:
     """Implements `ProcessGroup`.
 
-    An operation is only queued on the GPU, so `wait` polls for its end. NCCL connects with the first message;
-    the limit of `wait` covers that.
+    An operation is only queued on the GPU, so `wait` polls for its end. The communicator is formed by `join`,
+    with an exchange of one byte, because NCCL connects with the first message only.
     """
 
     def __init__(self, store: RendezvousStore, rank: int, device: torch.device, *, timeout_s: float) -> None:
@@ -26,16 +31,22 @@ class NcclGroup:
         self._store, self._rank, self._device = store, rank, device
         self._timeout_s = timeout_s
         self._group: Any = None
+        self._stream: Any = None
         self._is_aborted = False
 
     def join(self) -> None:
         from torch.distributed import ProcessGroupNCCL
 
+        os.environ.update(_ENVIRONMENT)
         try:
             torch.cuda.set_device(self._device)
             options = ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=self._timeout_s)
+            options._timeout = _OPERATION
+            options.config.blocking = 0  # so that `abort` ends an operation that waits for the other process
+            self._stream = torch.cuda.Stream(self._device)
             self._group = ProcessGroupNCCL(self._store, self._rank, 2, options)
+            greeting = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self.wait(self.start_receive(greeting) if self._rank else self.start_send(greeting), self._timeout_s)
         except (RuntimeError, RendezvousClosed, TimeoutError) as error:
             raise GroupFailed(f"the group was not formed: {error}") from error
         if self._is_aborted:
@@ -56,24 +67,31 @@ class NcclGroup:
                         "the group was left" if self._is_aborted else f"no message within {timeout_s:g} s"
                     )
                 time.sleep(_POLL_S)
-            work.wait()
-            torch.cuda.current_stream(self._device).synchronize()
+            with torch.cuda.stream(self._stream):
+                work.wait()
+            self._stream.synchronize()
         except (RuntimeError, RendezvousClosed, TimeoutError) as error:
             raise GroupFailed(str(error)) from error
 
     def abort(self) -> None:
         self._is_aborted = True
         self._store.close()
+        self._end()
 
     def close(self) -> None:
         self._store.close()
-        if self._group is not None:
-            with suppress(RuntimeError):
-                self._group.abort()
+        self._end()
         self._group = None
 
     def _start(self, operation: Any, buffer: Tensor) -> Any:
         try:
-            return operation([buffer], 1 - self._rank, 0)
+            with torch.cuda.stream(self._stream):
+                return operation([buffer], 1 - self._rank, 0)
         except (RuntimeError, RendezvousClosed, TimeoutError) as error:
             raise GroupFailed(str(error)) from error
+
+    def _end(self) -> None:
+        group = self._group
+        if group is not None:
+            with suppress(RuntimeError):
+                group.abort()

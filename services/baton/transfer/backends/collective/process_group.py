@@ -10,6 +10,10 @@ class GroupFailed(Exception):
     """A process group cannot be formed, or has failed. It must be left; a new one may work."""
 
 
+class GroupLeft(GroupFailed):
+    """The other process has closed its connection: it has left the group, or has died."""
+
+
 class ProcessGroup(Protocol):
     """A group of this process and one other. One thread uses it, except for `abort`.
 
@@ -34,7 +38,7 @@ class ProcessGroup(Protocol):
 
     def wait(self, work: Any, timeout_s: float) -> None:
         """Wait until an operation has ended. Raises GroupFailed if it fails or takes longer; the group has
-        then failed."""
+        then failed. GroupLeft says that the other process has left it."""
         ...
 
     def abort(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from baton.core.ids import ReadId
 from baton.runtime.logging import get_logger
-from baton.transfer.backend import GenerationEntry
+from baton.transfer.backend import GenerationEntry, ReadState
 from baton.transfer.backends.collective.message_format import MessageMemory
-from baton.transfer.backends.collective.process_group import GroupFailed, ProcessGroup
+from baton.transfer.backends.collective.process_group import GroupFailed, GroupLeft, ProcessGroup
 
 log = get_logger(__name__)
 
@@ -31,8 +31,8 @@ class GroupRead:
         return len(self.block_ids)
 
 
-OnRead = Callable[[GroupRead, tuple[GenerationEntry, ...] | None], None]
-"""Called on the group's thread at the end of a read, with its entries; None if it has failed."""
+OnRead = Callable[[GroupRead, ReadState, tuple[GenerationEntry, ...]], None]
+"""Called on the group's thread at the end of a read, with its entries if it is DONE."""
 
 
 class ReadingGroup:
@@ -40,7 +40,8 @@ class ReadingGroup:
 
     A message is copied only if it answers the read that is next, so late data never lands in blocks of
     another read. If an operation fails or nothing arrives for `silence_s`, the group ends and all its reads
-    fail. The thread ends after `close`, or with the group. `put` and `close` may be called from any thread.
+    are FAILED. They are LOST if this or the other process has left the group, as are reads that the owner
+    refuses. The thread ends after `close`, or with the group. `put` and `close` may be called from any thread.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ReadingGroup:
         self._taken: deque[GroupRead] = deque()  # the one that is received, and the next one
         self._lock = threading.Lock()
         self._is_closing = False
+        self._has_been_left = False
         self._thread = threading.Thread(target=self._run, name=f"kv-group-{name}", daemon=True)
         self._thread.start()
 
@@ -67,7 +69,7 @@ class ReadingGroup:
             return True
 
     def close(self) -> None:
-        """End the group: all its reads fail. Blocks for milliseconds at most."""
+        """End the group: all its reads are LOST. Blocks for milliseconds at most."""
         with self._lock:
             self._is_closing = True
         self._queue.put(None)
@@ -94,6 +96,7 @@ class ReadingGroup:
                 self._finish(buffers[number], self._taken[0])
                 number = 1 - number
         except GroupFailed as error:
+            self._has_been_left = isinstance(error, GroupLeft)
             if not self._is_closing:
                 log.warning("kv_group_failed", peer=self._name, problem=str(error))
         except Exception:  # memory errors, errors of torch
@@ -108,6 +111,8 @@ class ReadingGroup:
         Returns False if there is none, or the group is to end.
         """
         wanted = 1 if waits else 2
+        if self._is_closing:
+            return False  # `close` puts nothing more into the queue than was taken
         if len(self._taken) < wanted and (waits or not self._queue.empty()):
             read = self._queue.get()
             if read is not None:
@@ -121,18 +126,21 @@ class ReadingGroup:
         header = self._messages.header(buffer)
         if header.read_id != read.read_id or header.num_blocks != read.num_blocks:
             raise GroupFailed(f"the answer to read {header.read_id} came where that to {read.read_id} was expected")
-        entries = self._messages.unpack(buffer, read.num_blocks, read.own) if header.granted else None
+        entries = self._messages.unpack(buffer, read.num_blocks, read.own) if header.granted else ()
         self._taken.popleft()
-        self._on_read(read, entries)
+        self._on_read(read, ReadState.DONE if header.granted else ReadState.LOST, entries)
 
     def _end(self) -> None:
-        """Leave the group and fail what is left. Reads are terminal only after nothing writes any more."""
-        self._group.close()
-        with self._lock:
-            self.has_ended = True
-        while not self._queue.empty():
-            waiting = self._queue.get()
-            if waiting is not None:
-                self._taken.append(waiting)
-        for read in self._taken:
-            self._on_read(read, None)
+        """Leave the group and end what is left. Reads are terminal only after nothing writes any more."""
+        try:
+            self._group.close()
+        finally:
+            with self._lock:
+                self.has_ended = True
+            while not self._queue.empty():
+                waiting = self._queue.get()
+                if waiting is not None:
+                    self._taken.append(waiting)
+            state = ReadState.LOST if self._is_closing or self._has_been_left else ReadState.FAILED
+            for read in self._taken:
+                self._on_read(read, state, ())

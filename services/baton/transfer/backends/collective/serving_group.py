@@ -84,8 +84,10 @@ class ServingGroup:
         except Exception:  # memory errors, errors of torch
             log.exception("kv_group_failed", peer=self._name)
         finally:
-            self._group.close()
-            self.has_ended = True
+            try:
+                self._group.close()
+            finally:
+                self.has_ended = True
 
     def _finish(self, works: list[Any], number: int) -> None:
         if works[number] is not None:

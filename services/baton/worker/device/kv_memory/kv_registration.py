@@ -133,9 +133,11 @@ def register_gpu_memory(
     if config.transfer != "local" and (path is KvPath.DIRECT or not _can_stage(config, cache, free_bytes())):
         try:
             return register_directly(config, worker, cache, num_slots=num_slots)
-        except (ConfigError, LayoutMismatch):
+        except LayoutMismatch:
             raise
         except Exception as error:  # NIXL's exceptions have no common base
+            if isinstance(error, ConfigError) and config.transfer != "auto":
+                raise
             log.warning(
                 "gpu_kv_not_registered",
                 error=f"{type(error).__name__}: {error}",
@@ -216,8 +218,11 @@ def register_directly(
     def open_nccl() -> TransferBackend:
         return open_collective_on_gpu(config, worker, cache, table, slots)
 
-    openers = {"nixl": [open_nixl], "collective": [open_nccl], "auto": [open_nixl, open_nccl]}[config.transfer]
-    backend = openers[0]() if len(openers) == 1 else combined(list(zip(("nixl", "collective"), openers, strict=True)))
+    if config.transfer == "auto":
+        nixl = open_nixl()  # without it, KV is staged, so that other backends can move it
+        backend = combined([("nixl", lambda: nixl), ("collective", open_nccl)])
+    else:
+        backend = open_nccl() if config.transfer == "collective" else open_nixl()
     return RegisteredMemory(
         generations=MemoryGenerationTable(table, worker.worker_epoch),
         backend=backend,
