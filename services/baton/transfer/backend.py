@@ -17,7 +17,7 @@ SendGroup = Callable[[GroupMessage], None]
 class ReadState(Enum):
     """State of a read. DONE, FAILED and LOST are terminal: no byte is written after them.
 
-    LOST: the owner has not served it, because it refused it or left the process group. This says nothing about
+    LOST: the owner has not served it, because it refused it or left the process group. This says nothing of
     the link, and the read can be repeated.
 
     RUNNING may last for ever, because a slow peer cannot be told apart from a dead one. IN_DOUBT: the

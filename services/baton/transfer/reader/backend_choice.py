@@ -17,7 +17,7 @@ CHOICE_MAX_S = 300.0
 """Shortest and longest pause before the backends of a broken link are measured again. It doubles with each
 choice, because a measurement of all of them loads a network that may just be slow."""
 TRIAL_READ_S = 5.0
-"""Longest read while one of several backends is measured, so that one that is silent delays the others little."""
+"""Longest read while one of several backends is measured, so that a silent one delays the others little."""
 
 
 class BackendChoice:

@@ -13,7 +13,7 @@ from baton.transfer.backends.collective.serving_group import ReadAnswer, Serving
 log = get_logger(__name__)
 
 MAX_ENDING_GROUPS = 4
-"""Most groups of one stream that were left and have not ended. One that is being formed ends after some time."""
+"""Most groups of one stream that were left and have not ended. One that is being formed ends later."""
 JOIN_KEY = "join"
 """Key of a reader's first message of a group, which has no value."""
 MAX_WAITING_MESSAGES = 64

@@ -16,7 +16,7 @@ _POLL_S = 0.0002
 _OPERATION = timedelta(days=1)
 """NCCL's own limit of an operation. It is never reached: `wait` has one that ends only the group."""
 _ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Without these, torch ends the whole process when an operation of one group fails or takes long."""
+"""Keeps torch from ending the whole process when an operation of one group fails or takes long."""
 
 
 class NcclGroup:

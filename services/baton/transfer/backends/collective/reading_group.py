@@ -41,7 +41,8 @@ class ReadingGroup:
     A message is copied only if it answers the read that is next, so late data never lands in blocks of
     another read. If an operation fails or nothing arrives for `silence_s`, the group ends and all its reads
     are FAILED. They are LOST if this or the other process has left the group, as are reads that the owner
-    refuses. The thread ends after `close`, or with the group. `put` and `close` may be called from any thread.
+    refuses. The thread ends after `close`, or with the group. `put` and `close` may be called from any
+    thread.
     """
 
     def __init__(
