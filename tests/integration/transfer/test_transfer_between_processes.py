@@ -15,7 +15,7 @@ from tests.times import TEST_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(sized(100, 400))]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs NIXL, /dev/shm and /proc, which only Linux has")
-BACKENDS = [pytest.param("nixl", marks=on_linux), "local", "collective"]
+BACKENDS = [pytest.param("nixl", marks=on_linux), "local", pytest.param("collective", marks=pytest.mark.long)]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
 LONG_LIMITS = {"PEER_TIME_FACTOR": "10"}
