@@ -1,9 +1,9 @@
 """Measures the exposed time of a KV handoff between two workers against the time of a decode step.
 
-python -m bench handoff [--repeats 9] [--lengths 128,512,2048,8192] [--in-flight 1,4]
+python -m bench handoff [--repeats 9] [--lengths 128,512,2048,8192] [--in-flight 1,4] [--transfer nixl]
 
-A cluster with one prefill (P) and one decode worker (D) transfers KV over NIXL. Times count from P's last
-KvReady message. Figures are medians.
+A cluster with one prefill (P) and one decode worker (D) transfers KV with `--transfer`. Times count from
+P's last KvReady message. Figures are medians.
 
 waiting: until the last read begins.
 transfer: until the blocks of that read have arrived at D and are validated.
@@ -19,6 +19,7 @@ import asyncio
 import json
 import random
 import statistics
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -101,9 +102,13 @@ def main() -> None:
     print(machine("torch", "transformers", "nixl", "ray"))
     lengths = [int(length) for length in args.lengths.split(",")]
     rows: list[list[str]] = []
-    with baton_up(
-        "--max-num-batched-tokens", str(CHUNK_TOKENS), "--kv-memory", "512MiB", "--transfer", args.transfer
-    ) as url:
+    settings = {
+        "--max-num-batched-tokens": str(CHUNK_TOKENS),
+        "--kv-memory": "512MiB",
+        "--transfer": args.transfer,
+        "--policy": "round_robin",  # kv_centric would let D compute some prompts itself
+    }
+    with baton_up(*chain.from_iterable(settings.items())) as url:
         for in_flight in map(int, args.in_flight.split(",")):
             rows += asyncio.run(measure(url, lengths, args.repeats, in_flight))
     head = [
