@@ -67,7 +67,7 @@ class SimGroups:
         """End all groups of a process that has died."""
         for group in list(self._groups.values()):
             if group.reader == agent_name:
-                group.fail()
+                group.leave()
             elif group.owner == agent_name:
                 group.owner_left()
 
@@ -75,9 +75,10 @@ class SimGroups:
 class SimGroup:
     """The group of one pair of workers, for as long as their stream lives.
 
-    It fails if an answer does not belong to the read that is next, if a copy fails, or if one side leaves it.
-    All its reads that have not ended are then FAILED, and nothing is written for them afterwards. Unlike a
-    real group, it waits without a limit for an owner that does not answer: the storm then finds the read.
+    It fails if an answer does not belong to the read that is next, or if a copy fails: all its reads that have
+    not ended are then FAILED. If one side leaves it they are LOST, as is a read that the owner refuses.
+    Nothing is written for them afterwards. Unlike a real group, it waits without a limit for an owner that
+    does not answer: the storm then finds the read.
     """
 
     def __init__(
@@ -128,16 +129,24 @@ class SimGroup:
             self._proceed()
 
     def owner_left(self) -> None:
-        """Stop to send. The group fails as soon as the reader can notice that."""
+        """Stop to send. The group ends as soon as the reader can notice that."""
         if self.has_ended or self._ending is not None:
             return
         self._grants.clear()
         if self._answering is not None:
             self._answering.cancel()
-        self._ending = start_in_network(self._fail_when_noticed())
+        self._ending = start_in_network(self._leave_when_noticed())
 
-    def fail(self) -> None:
-        """End the group at the reader: all its reads are FAILED, and their copies stop."""
+    def leave(self) -> None:
+        """End the group at the reader: all its reads are LOST, and their copies stop."""
+        self._end(ReadState.LOST)
+
+    async def _leave_when_noticed(self) -> None:
+        await self._passable()
+        self.leave()
+
+    def _end(self, state: ReadState) -> None:
+        """End the group, and all its reads in this state."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -145,13 +154,9 @@ class SimGroup:
             if task is not asyncio.current_task():
                 task.cancel()  # it runs no further, so it writes nothing
         for read in self._reads:
-            read.ended.set_result(ReadState.FAILED)
+            read.ended.set_result(state)
         self._reads.clear()
         self._groups.remove(self)
-
-    async def _fail_when_noticed(self) -> None:
-        await self._passable()
-        self.fail()
 
     def _proceed(self) -> None:
         """Start to answer the next read, if the owner has granted one and no other is being answered."""
@@ -170,11 +175,11 @@ class SimGroup:
                 read.ended.set_exception(error)
             has_failed = entries is None
         if has_failed:
-            self.fail()
+            self._end(ReadState.FAILED)
             return
         self._reads.popleft()
         self._answering = None
         if entries is not None:
             self._on_done(read, entries)
-        read.ended.set_result(ReadState.FAILED if entries is None else ReadState.DONE)
+        read.ended.set_result(ReadState.LOST if entries is None else ReadState.DONE)
         self._proceed()

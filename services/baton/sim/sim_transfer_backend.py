@@ -296,7 +296,7 @@ class SimTransferBackend:
         read = self._reads[read_id] = _SimRead(ended=asyncio.get_running_loop().create_future())
         if entries is not None:
             read.entries += self._reused.seen(source, entries)
-        read.ended.set_result(ReadState.FAILED if entries is None else ReadState.DONE)
+        read.ended.set_result(ReadState.LOST if entries is None else ReadState.DONE)
 
     def poll(self, read_id: ReadId) -> ReadState:
         ended = self._reads[read_id].ended

@@ -57,7 +57,7 @@ class SimGroupReader:
         owner = self._owners.setdefault(peer.owner.incarnation, _GroupOwner(worker=peer.owner, send=send))
         owner.regions.add(peer.agent_name)
         if owner.send != send and owner.group is not None:  # a new stream: the group has ended with the old one
-            owner.group.fail()
+            owner.group.leave()
         owner.send = send
         if owner.group is None or owner.group.has_ended:
             self._join(owner)
@@ -73,7 +73,7 @@ class SimGroupReader:
         del self._owners[peer.owner.incarnation]
         if owner.group is not None and not owner.group.has_ended:
             owner.send(GroupMessage(group=owner.group.number, key=""))
-            owner.group.fail()
+            owner.group.leave()
 
     def receive(self, peer: KvMemory, message: GroupMessage) -> None:
         """Handle a message of the owner. One of a group that has ended is dropped."""
@@ -84,7 +84,7 @@ class SimGroupReader:
         if message.key:
             group.join()
         else:
-            group.fail()
+            group.leave()
 
     def start(self, read: GroupedRead) -> None:
         """Start a read in the group of its owner, or in a new one if that has ended."""
@@ -108,7 +108,7 @@ class SimGroupReader:
         """Leave all groups. Returns the tasks to wait for."""
         groups = [owner.group for owner in self._owners.values() if owner.group is not None]
         for group in groups:
-            group.fail()
+            group.leave()
         self._owners.clear()
         return [task for group in groups for task in group.tasks]
 

@@ -56,11 +56,11 @@ async def test_probe_waits_for_its_grant_and_writes_nothing() -> None:
 
 
 @virtual
-async def test_refused_read_fails_and_the_next_one_is_served_in_the_same_group() -> None:
+async def test_refused_read_is_lost_and_the_next_one_is_served_in_the_same_group() -> None:
     pair = SimPair()
     refused, following = pair.start({1: 1, 2: 2}), pair.start({3: 3})
     pair.stream.refuse_read(refused, 2)
-    assert await pair.state(refused) is ReadState.FAILED
+    assert await pair.state(refused) is ReadState.LOST
     assert pair.is_running(following)
     pair.stream.expect_read(following, (3,))
     assert await pair.state(following) is ReadState.DONE
@@ -75,7 +75,7 @@ async def test_block_that_the_owner_does_not_have_is_refused(block_id: int) -> N
     outside, following = pair.start({1: 1}), pair.start({3: 3})
     pair.stream.expect_read(outside, (block_id,))
     pair.stream.expect_read(following, (3,))
-    assert await pair.state(outside) is ReadState.FAILED
+    assert await pair.state(outside) is ReadState.LOST
     assert await pair.state(following) is ReadState.DONE
     await end(pair)
 
@@ -133,7 +133,7 @@ async def test_new_stream_ends_all_reads_of_the_old_one_and_nothing_is_written_f
     old = pair.stream
     pair.open_stream()
     assert not pair.is_running(copied)
-    assert [await pair.state(each) for each in (copied, waiting)] == [ReadState.FAILED] * 2
+    assert [await pair.state(each) for each in (copied, waiting)] == [ReadState.LOST] * 2
     old.expect_read(waiting, (3,))
     await asyncio.sleep(LONG_S)
     assert pair.received(1, 2, 3) == [pair.content(1), UNREAD, UNREAD]
@@ -163,13 +163,13 @@ async def test_close_of_the_server_ends_reads_until_there_is_a_new_stream() -> N
     copied, waiting = pair.start_granted({1: 1, 2: 2}), pair.start({3: 3})
     await asyncio.sleep(1.5 * BLOCK_S)
     pair.stream.server.close()
-    assert [await pair.state(each) for each in (copied, waiting)] == [ReadState.FAILED] * 2
+    assert [await pair.state(each) for each in (copied, waiting)] == [ReadState.LOST] * 2
     unanswered = pair.start_granted({4: 4})
     await asyncio.sleep(LONG_S)
     assert pair.is_running(unanswered)
     assert pair.received(1, 2, 3, 4) == [pair.content(1), UNREAD, UNREAD, UNREAD]
     pair.open_stream()
-    assert await pair.state(unanswered) is ReadState.FAILED
+    assert await pair.state(unanswered) is ReadState.LOST
     assert await pair.read({5: 5}) is ReadState.DONE
     await end(pair)
 
@@ -180,7 +180,7 @@ async def test_death_of_the_owner_ends_all_reads() -> None:
     copied, waiting = pair.start_granted({1: 1, 2: 2}), pair.start({3: 3})
     await asyncio.sleep(1.5 * BLOCK_S)
     pair.owner.backend.kill()
-    assert [await pair.state(each) for each in (copied, waiting)] == [ReadState.FAILED] * 2
+    assert [await pair.state(each) for each in (copied, waiting)] == [ReadState.LOST] * 2
     assert pair.received(1, 2, 3) == [pair.content(1), UNREAD, UNREAD]
     await end(pair)
 
@@ -240,7 +240,7 @@ async def test_no_answer_reaches_the_reader_during_a_partition(answer: str) -> N
     assert pair.is_running(read_id)
     pair.fabric.heal("p0", "d0")
     is_granted = answer == "granted"
-    assert await pair.state(read_id) is (ReadState.DONE if is_granted else ReadState.FAILED)
+    assert await pair.state(read_id) is (ReadState.DONE if is_granted else ReadState.LOST)
     assert pair.received(1) == [pair.content(1) if is_granted else UNREAD]
     await end(pair)
 
@@ -256,7 +256,7 @@ async def test_copy_does_not_go_on_after_a_partition_in_which_the_owner_has_left
     await asyncio.sleep(LONG_S)
     assert pair.is_running(read_id)
     pair.fabric.heal("p0", "d0")
-    assert await pair.state(read_id) is ReadState.FAILED
+    assert await pair.state(read_id) is ReadState.LOST
     assert pair.received(1, 2) == [pair.content(1), UNREAD]
     await end(pair)
 
@@ -268,7 +268,7 @@ async def test_new_stream_ends_reads_during_a_partition() -> None:
     pair.fabric.partition("p0", "d0")
     await asyncio.sleep(LONG_S)
     pair.open_stream()
-    assert await pair.state(read_id) is ReadState.FAILED
+    assert await pair.state(read_id) is ReadState.LOST
     pair.fabric.heal("p0", "d0")
     await asyncio.sleep(LONG_S)
     assert pair.received(1) == [UNREAD]
@@ -281,7 +281,7 @@ async def test_forgotten_owner_is_not_read_until_it_is_connected_again() -> None
     waiting = pair.start({1: 1})
     for region in pair.owner.backend.memory:
         pair.reader.backend.forget(region)
-    assert await pair.state(waiting) is ReadState.FAILED
+    assert await pair.state(waiting) is ReadState.LOST
     assert await pair.read({2: 2}) is ReadState.FAILED
     pair.open_stream()
     assert await pair.read({3: 3}) is ReadState.DONE
@@ -388,7 +388,7 @@ async def test_reuse_under_a_read_that_fails_is_forgotten() -> None:
     read_id = pair.start_granted({1: 1, 2: 2})
     await asyncio.sleep(1.5 * BLOCK_S)
     pair.open_stream()
-    assert await pair.state(read_id) is ReadState.FAILED
+    assert await pair.state(read_id) is ReadState.LOST
     pair.fabric.link = SLOW
     assert await pair.read({1: 1}) is ReadState.DONE
     entries = await pair.entries(1)
