@@ -19,7 +19,7 @@ def gloo_backend(layout: KvLayout, memory: HostMemory, worker: WorkerRef) -> Tra
     from baton.transfer.backends.collective.group_kinds import GlooKind
 
     kind = GlooKind(layout, memory, host="127.0.0.1")
-    return CollectiveBackend(worker=worker, layout=layout, kind=kind, num_blocks=memory.num_blocks)
+    return CollectiveBackend(worker=worker, layout=layout, kind=kind, num_blocks=memory.num_blocks, silence_s=40.0)
 
 
 async def entries_over_group(network: Network, hello: PeerHello) -> tuple[GenerationEntry, ...]:

@@ -22,9 +22,8 @@ from baton.core.kv.kv_layout import KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.fleet.doctor.doctor_channel import Announce, connect_reads
 from baton.fleet.doctor.doctor_pair import allocate, new_worker, offer_memory, open_backend, owner_address
 from baton.runtime.process.event_loop import new_event_loop
-from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
+from baton.transfer.backend import MAX_READ_BYTES, KvDescriptor, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import Bytes
-from baton.transfer.reader.peer_reads import MAX_SLICE_BYTES
 
 KIB, MIB = 2**10, 2**20
 ROUNDS: Mapping[int, int] = {64 * KIB: 200, MIB: 100, 8 * MIB: 32, 64 * MIB: 8}
@@ -92,8 +91,8 @@ class TimedReads:
 
 
 def slices(begin: int, num_blocks: int) -> Iterator[tuple[int, ...]]:
-    """Yield the blocks of each read, at most `MAX_SLICE_BYTES`."""
-    most = MAX_SLICE_BYTES // LAYOUT.block_bytes
+    """Yield the blocks of each read, at most `MAX_READ_BYTES`."""
+    most = MAX_READ_BYTES // LAYOUT.block_bytes
     for first in range(begin, begin + num_blocks, most):
         yield tuple(range(first, min(first + most, begin + num_blocks)))
 

@@ -14,12 +14,12 @@ import pytest
 from baton.core.errors import ConfigError, LayoutMismatch
 from baton.core.ids import ReadId
 from baton.core.messages.peer_messages import GroupMessage
-from baton.transfer.backend import GenerationEntry, ReadState
+from baton.transfer.backend import MAX_READ_BYTES, GenerationEntry, ReadState
 from baton.transfer.backends.collective import collective_backend
 from baton.transfer.backends.collective.collective_backend import CollectiveBackend
 from baton.transfer.backends.collective.group_kinds import GlooKind
 from baton.transfer.backends.collective.group_server import MAX_WAITING_MESSAGES
-from baton.transfer.backends.collective.message_format import MAX_MESSAGE_BYTES, MessageFormat, MessageHeader
+from baton.transfer.backends.collective.message_format import MessageFormat, MessageHeader
 from baton.transfer.backends.collective.reading_group import GroupRead, ReadingGroup
 from baton.transfer.backends.collective.rendezvous_store import MAX_KEYS, RendezvousClosed, RendezvousStore
 from baton.transfer.backends.host_memory import HostMemory, allocate_private
@@ -389,7 +389,7 @@ def test_a_group_that_is_closed_as_a_message_arrives_ends(num_waiting: int) -> N
 
 
 def test_readers_have_half_as_much_in_flight_as_owners_serve() -> None:
-    assert 2 * MAX_INFLIGHT_BYTES <= MAX_WAITING_MESSAGES * MAX_MESSAGE_BYTES
+    assert 2 * MAX_INFLIGHT_BYTES <= MAX_WAITING_MESSAGES * MAX_READ_BYTES
 
 
 async def test_memory_of_another_owner_with_the_same_name_is_another_owner() -> None:

@@ -14,6 +14,10 @@ SendGroup = Callable[[GroupMessage], None]
 """Sends a message to the other worker of a pair, on their stream. If that is broken, the message is lost."""
 
 
+MAX_READ_BYTES = 8 * 2**20
+"""Most bytes of one read, of blocks or for a probe, if a block is not larger."""
+
+
 class ReadState(Enum):
     """State of a read. DONE, FAILED and LOST are terminal: no byte is written after them.
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -18,7 +17,6 @@ from baton.transfer.backends.several_backends import SeveralBackends
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.owner.owner_service import readable_regions
 from baton.transfer.reader.backend_choice import CHOICE_MIN_S, TRIAL_READ_S
-from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.owner_regions import MAX_BLOCKS, regions_by_transfer
 from tests import builders
 from tests.unit.transfer.pulls import pull_all, refusal_of, virtual
@@ -33,8 +31,8 @@ from tests.unit.transfer.transfer_rig import (
     PeerEnd,
     Rig,
     host,
+    kv_reader_of,
     owner_service,
-    times,
 )
 
 NAMES = ("one", "two", "three")
@@ -77,17 +75,7 @@ async def choice_rig(*, min_link_gbps: float = 0.0) -> AsyncIterator[Choice]:
     service = owner_service(owner, pins=owner.pool, lookup=owner.pool.lookup)
     end = PeerEnd(service)
     network.add_worker(OWNER.address, end)
-    kv_reader = KvReader(
-        worker=READER,
-        layout=builders.layout(),
-        backend=reader.backend,
-        network=network,
-        pool=reader.pool,
-        rng=Random(0),
-        times=times(),
-        min_link_gbps=min_link_gbps,
-        observer=observed,
-    )
+    kv_reader = kv_reader_of(reader, network, observed, min_link_gbps=min_link_gbps)
     table = MemoryGenerationTable(bytearray(4 * ENTRY_BYTES), OWNER.worker_epoch)
     rig = Rig(
         fabric=first,

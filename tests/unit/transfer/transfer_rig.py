@@ -19,7 +19,7 @@ from baton.engine.tiers.kv_tier import BlockToStore
 from baton.engine.tiers.slots import TierSlots
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, SendGroup, drop_message
-from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.backends.read_table import TrackedReads
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
@@ -103,7 +103,7 @@ class FakeServer:
         self.is_closed = True
 
 
-class FakeBackend:
+class FakeBackend(TrackedReads):
     """Implements `TransferBackend` over a Fabric.
 
     A read of a block copies the content at the end of the read.
@@ -124,9 +124,9 @@ class FakeBackend:
         transfer: str = "fake",
     ) -> None:
         """`tier`: the generation table of a second region, whose blocks need not be offered."""
+        super().__init__()
         self._two_sided = two_sided
         self._fabric, self._layout, self._worker = fabric, layout, worker
-        self._reads = ReadTable()
         self._tasks: set[asyncio.Task[None]] = set()
         self.expected: list[tuple[int, str, tuple[int, ...]]] = []
         self.forgotten: list[str] = []
@@ -197,21 +197,6 @@ class FakeBackend:
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._start(read_id, self._copy_generations(read_id, source))
-
-    def poll(self, read_id: ReadId) -> ReadState:
-        return self._reads.poll(read_id)
-
-    async def wait(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait(read_id)
-
-    async def wait_ended(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait_ended(read_id)
-
-    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        return self._reads.generations(read_id)
-
-    def release(self, read_id: ReadId) -> None:
-        self._reads.release(read_id)
 
     async def aclose(self) -> None:
         for task in list(self._tasks):
@@ -430,6 +415,22 @@ def times(**changes: float) -> ReaderTimes:
     return ReaderTimes(**(settings | changes))
 
 
+def kv_reader_of(
+    of: Host, network: InProcessNetwork, observed: Observed, *, seed: int = 0, min_link_gbps: float = 0.0
+) -> KvReader:
+    return KvReader(
+        worker=of.worker,
+        layout=builders.layout(),
+        backend=of.backend,
+        network=network,
+        pool=of.pool,
+        rng=Random(seed),
+        times=times(),
+        min_link_gbps=min_link_gbps,
+        observer=observed,
+    )
+
+
 @asynccontextmanager
 async def rig(*, two_sided: bool = False, seed: int = 0, min_link_gbps: float = 0.0) -> AsyncIterator[Rig]:
     fabric, observed, network = Fabric(), Observed(), InProcessNetwork()
@@ -440,17 +441,7 @@ async def rig(*, two_sided: bool = False, seed: int = 0, min_link_gbps: float = 
     service = owner_service(owner, pins=regions, lookup=regions.lookup)
     end = PeerEnd(service)
     network.add_worker(OWNER.address, end)
-    kv_reader = KvReader(
-        worker=READER,
-        layout=builders.layout(),
-        backend=reader.backend,
-        network=network,
-        pool=reader.pool,
-        rng=Random(seed),
-        times=times(),
-        min_link_gbps=min_link_gbps,
-        observer=observed,
-    )
+    kv_reader = kv_reader_of(reader, network, observed, seed=seed, min_link_gbps=min_link_gbps)
     yield Rig(
         fabric=fabric,
         owner=owner,

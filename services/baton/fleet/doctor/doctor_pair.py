@@ -34,6 +34,8 @@ use the cores meanwhile, and the first read of shared memory maps its pages."""
 BACKENDS = ("nixl", "local", "collective")
 """Names as in `--transfer`, in the order in which `auto` prefers those that are equally fast."""
 LOOPBACK = "127.0.0.1"
+SILENCE_S = 20.0
+"""Time after which reads over a process group fail in which nothing arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,9 @@ def open_backend(name: str, worker: WorkerRef, memory: HostMemory, layout: KvLay
         from baton.transfer.backends.collective.group_kinds import GlooKind
 
         kind = GlooKind(layout, memory, host=LOOPBACK)
-        return CollectiveBackend(worker=worker, layout=layout, kind=kind, num_blocks=memory.num_blocks)
+        return CollectiveBackend(
+            worker=worker, layout=layout, kind=kind, num_blocks=memory.num_blocks, silence_s=SILENCE_S
+        )
     from baton.transfer.backends.local_backend import LocalBackend
 
     return LocalBackend(worker=worker, layout=layout, memory=memory)

@@ -23,7 +23,7 @@ from baton.rpc.mappers import common_mapper as c
 from baton.rpc.mappers.kv_mapper import from_kv_layout, from_kv_memory, to_kv_layout, to_kv_memory
 from baton.wire.v1 import peer_pb2 as pb
 
-MAX_GROUP_VALUE = 64 * 1024
+MAX_GROUP_VALUE = 4 * 1024
 """Longest value in bytes that joins a process group. Gloo's addresses have some 200 bytes, NCCL's id 128."""
 
 

@@ -9,7 +9,7 @@ from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import GroupMessage
 from baton.transfer.backend import (
-    GenerationEntry,
+    MAX_READ_BYTES,
     KvDescriptor,
     NoReadServer,
     ReadServer,
@@ -17,10 +17,8 @@ from baton.transfer.backend import (
     SendGroup,
 )
 from baton.transfer.backends.block_ranges import check_ids
-from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.backends.read_table import TrackedReads
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
-
-_PROBE_BYTES = 8 * 2**20
 
 BufferT = TypeVar("BufferT")
 PeerT = TypeVar("PeerT")
@@ -28,10 +26,10 @@ PeerT = TypeVar("PeerT")
 
 def probe_blocks(num_blocks: int, layout: KvLayout) -> int:
     """Return how many blocks a probe may read, and so the size of the memory that it reads into."""
-    return max(1, min(num_blocks, _PROBE_BYTES // layout.block_bytes))
+    return max(1, min(num_blocks, MAX_READ_BYTES // layout.block_bytes))
 
 
-class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
+class OneSidedBackend(TrackedReads, ABC, Generic[BufferT, PeerT]):
     """The part of `TransferBackend` that does not depend on how bytes are copied.
 
     A subclass connects peers, which it keeps in `_peers` by agent name. It copies blocks and reads generation
@@ -51,6 +49,7 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
 
         added: further regions that peers may read
         """
+        super().__init__()
         self.max_probe_blocks = probe_blocks(memory.num_blocks, layout)
         self.num_blocks = memory.num_blocks
         self.transfers = (memory.transfer,)
@@ -60,7 +59,6 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
         self._kv = kv
         self._scratch = scratch
         self._peers: dict[str, PeerT] = {}
-        self._reads = ReadTable()
 
     @property
     def failure(self) -> BaseException | None:
@@ -95,21 +93,6 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
         if len(source.block_ids) > self.max_probe_blocks:
             raise ValueError(f"a probe has {len(source.block_ids)} blocks; must be at most {self.max_probe_blocks}")
         self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
-
-    def poll(self, read_id: ReadId) -> ReadState:
-        return self._reads.poll(read_id)
-
-    async def wait(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait(read_id)
-
-    async def wait_ended(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait_ended(read_id)
-
-    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        return self._reads.generations(read_id)
-
-    def release(self, read_id: ReadId) -> None:
-        self._reads.release(read_id)
 
     @abstractmethod
     def _start_copy(self, read_id: ReadId, source: KvDescriptor, into: BufferT, block_ids: Sequence[int]) -> None:

@@ -92,3 +92,25 @@ class ReadTable:
         if read is None:
             raise ValueError(f"read {read_id} is unknown or has been released")
         return read
+
+
+class TrackedReads:
+    """The part of `TransferBackend` that tells the state of reads, for backends that keep a `ReadTable`."""
+
+    def __init__(self) -> None:
+        self._reads = ReadTable()
+
+    def poll(self, read_id: ReadId) -> ReadState:
+        return self._reads.poll(read_id)
+
+    async def wait(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait(read_id)
+
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait_ended(read_id)
+
+    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        return self._reads.generations(read_id)
+
+    def release(self, read_id: ReadId) -> None:
+        self._reads.release(read_id)

@@ -16,7 +16,7 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.peer_messages import ReaderMessage, WillRead
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
-from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, TransferBackend
+from baton.transfer.backend import MAX_READ_BYTES, GenerationEntry, KvDescriptor, ReadState, TransferBackend
 from baton.transfer.reader.bandwidth import SLOW_BYTES_PER_S, Bandwidth
 from baton.transfer.reader.owner_regions import OwnerRegions
 from baton.transfer.reader.pull_costs import PullCosts
@@ -27,7 +27,6 @@ from baton.transfer.reader.transfer_observer import TransferObserver
 log = get_logger(__name__)
 
 PROBE_TRANSFER = TransferId(0)
-MAX_SLICE_BYTES = 8 * 2**20
 MAX_INFLIGHT_SHARE = 0.02
 """Share of the pool, at least one block, that may be in flight from one owner with one transfer backend. A
 silent owner can cause at most so many blocks to be quarantined."""
@@ -119,7 +118,7 @@ class PeerReads:
         self.longest_read_s = float("inf")
         self.inflight_blocks = 0
         self.block_bytes = shared.layout.block_bytes
-        self.max_slice_blocks = max(1, MAX_SLICE_BYTES // self.block_bytes)
+        self.max_slice_blocks = max(1, MAX_READ_BYTES // self.block_bytes)
         self.bandwidth = Bandwidth(
             deadline_min_s=shared.times.deadline_min_s, deadline_max_s=shared.times.deadline_max_s
         )

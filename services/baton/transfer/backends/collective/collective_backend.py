@@ -34,7 +34,7 @@ from baton.transfer.backends.collective.process_group import OWNER_RANK, READER_
 from baton.transfer.backends.collective.reading_group import GroupRead, ReadingGroup
 from baton.transfer.backends.collective.rendezvous_store import RendezvousStore
 from baton.transfer.backends.collective.serving_group import ServingGroup
-from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.backends.read_table import TrackedReads
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
 
 log = get_logger(__name__)
@@ -99,7 +99,7 @@ class _Owner:
     group: ReadingGroup | None = None
 
 
-class CollectiveBackend:
+class CollectiveBackend(TrackedReads):
     """Implements `TransferBackend`."""
 
     failure: BaseException | None = None
@@ -112,13 +112,14 @@ class CollectiveBackend:
         kind: GroupKind,
         num_blocks: int,
         num_slots: int = 0,
-        silence_s: float = 40.0,
+        silence_s: float,
     ) -> None:
         """Takes over `kind` and closes it.
 
         num_slots: blocks of the second region; 0 if there is none
         silence_s: time after which a group ends in which nothing arrives
         """
+        super().__init__()
         self.transfers = (TRANSFER,)
         self.num_blocks = num_blocks
         self._layout, self._kind, self._silence_s = layout, kind, silence_s
@@ -126,7 +127,6 @@ class CollectiveBackend:
         self.max_probe_blocks = min(num_blocks, self._format.max_blocks)
         self._max_entries = 2 * num_blocks + self._format.max_blocks
         self._num_all_blocks = num_blocks + num_slots
-        self._reads = ReadTable()
         self._numbers = count(1)
         self._owners: dict[Incarnation, _Owner] = {}
         self._is_closed = False
@@ -156,7 +156,7 @@ class CollectiveBackend:
         if owner.send != send:  # a new stream: the owner has left the group with the old one
             owner.send = send
             self._leave(owner)
-        if owner.group is None or owner.group.has_ended:
+        if (owner.group is None or owner.group.has_ended) and not self._is_closed:
             self._join(owner)
 
     def forget(self, peer: KvMemory) -> None:
@@ -209,21 +209,6 @@ class CollectiveBackend:
         )
         is_complete = len(entries) == len(source.block_ids)
         self._reads.end(read_id, ReadState.DONE if is_complete else ReadState.LOST, entries)
-
-    def poll(self, read_id: ReadId) -> ReadState:
-        return self._reads.poll(read_id)
-
-    async def wait(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait(read_id)
-
-    async def wait_ended(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait_ended(read_id)
-
-    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        return self._reads.generations(read_id)
-
-    def release(self, read_id: ReadId) -> None:
-        self._reads.release(read_id)
 
     # -- the owner's side --------------------------------------------------------------------------
 

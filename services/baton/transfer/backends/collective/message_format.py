@@ -15,12 +15,10 @@ from typing import Any, Protocol
 
 from baton.core.ids import ReadId
 from baton.core.kv.kv_layout import KvLayout
-from baton.transfer.backend import GenerationEntry
+from baton.transfer.backend import MAX_READ_BYTES, GenerationEntry
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
 
 HEADER_BYTES = 64
-MAX_MESSAGE_BYTES = 8 * 2**20
-"""Most bytes of blocks in one message, if a block is not larger. Readers read slices of at most this size."""
 _HEADER = struct.Struct("<QII")
 
 
@@ -38,7 +36,7 @@ class MessageFormat:
     @property
     def max_blocks(self) -> int:
         """Most blocks of one message; at least 1."""
-        return max(1, MAX_MESSAGE_BYTES // self.block_bytes)
+        return max(1, MAX_READ_BYTES // self.block_bytes)
 
     @property
     def max_bytes(self) -> int:

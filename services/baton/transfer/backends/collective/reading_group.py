@@ -113,7 +113,7 @@ class ReadingGroup:
         """
         wanted = 1 if waits else 2
         if self._is_closing:
-            return False  # `close` puts nothing more into the queue than was taken
+            return False  # what `close` puts into the queue may have been taken already, so nothing more comes
         if len(self._taken) < wanted and (waits or not self._queue.empty()):
             read = self._queue.get()
             if read is not None:
