@@ -75,8 +75,8 @@ class SimGroups:
 class SimGroup:
     """The group of one pair of workers, for as long as their stream lives.
 
-    It fails if an answer does not belong to the read that is next, or if a copy fails: all its reads that have
-    not ended are then FAILED. If one side leaves it they are LOST, as is a read that the owner refuses.
+    It fails if an answer does not belong to the read that is next, or if a copy fails: all its reads that
+    have not ended are then FAILED. If one side leaves it they are LOST, as is a read that the owner refuses.
     Nothing is written for them afterwards. Unlike a real group, it waits without a limit for an owner that
     does not answer: the storm then finds the read.
     """
