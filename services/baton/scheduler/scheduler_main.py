@@ -85,7 +85,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             member,
             heartbeat_s=config.heartbeat_s,
             ttl_s=config.detection_s,
-            on_recovered=scheduler.listed_again,
+            on_listed=scheduler.listed,
         )
         await announcements.announce()
         with infrequent_gc():

@@ -328,8 +328,8 @@ class Scheduler(SchedulerService):
                 f"reservations: {self._state.has_reservations}"
             )
 
-    def listed_again(self) -> None:
-        """Record that workers can find this scheduler again, because the store is back."""
+    def listed(self) -> None:
+        """Record that workers can find this scheduler from now on, because the store lists it."""
         self._workers.expect_reports()
 
     def reports(self) -> tuple[WorkerReport, ...]:

@@ -50,18 +50,18 @@ class RecordingMembership(MemoryMembership):
 
 async def test_store_outage_and_recovery_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
     membership = FailingMembership(True, False, False, True, True, False)
-    recovered_at: list[int] = []
+    listed_at: list[int] = []
     announcements = Announcements(
         membership,
         MEMBER,
         heartbeat_s=HEARTBEAT_S,
         ttl_s=5.0,
-        on_recovered=lambda: recovered_at.append(len(membership.answers)),
+        on_listed=lambda: listed_at.append(len(membership.answers)),
     )
     with caplog.at_level(logging.INFO):
         for _ in range(6):
             await announcements.announce()
-        assert recovered_at == [2]
+        assert listed_at == [5, 2]
         await announcements.withdraw()
     events: list[Any] = [record.msg for record in caplog.records if record.name == announcements_module.__name__]
     assert [event["event"] for event in events] == [
@@ -71,6 +71,17 @@ async def test_store_outage_and_recovery_are_logged_once_each(caplog: pytest.Log
     ]
     assert {(event["use"], event["member"]) for event in events} == {("membership", "s0")}
     assert membership.ttls == [5.0] * 3
+
+
+async def test_member_is_listed_at_the_first_announcement_that_the_store_accepts() -> None:
+    listed_at: list[int] = []
+    membership = FailingMembership(False, False, True, True)
+    announcements = Announcements(
+        membership, MEMBER, heartbeat_s=HEARTBEAT_S, on_listed=lambda: listed_at.append(len(membership.answers))
+    )
+    for _ in range(4):
+        await announcements.announce()
+    assert listed_at == [1]
 
 
 async def test_unexpected_store_error_is_raised() -> None:

@@ -57,7 +57,7 @@ async def test_request_waits_for_workers_that_may_not_have_reported_yet() -> Non
 async def test_request_waits_for_workers_that_find_the_scheduler_when_the_store_is_back() -> None:
     async with a_scheduler() as (scheduler, network):
         assert isinstance(await scheduler.place(query()), Rejection)
-        scheduler.listed_again()
+        scheduler.listed()
         asked = asyncio.create_task(scheduler.place(query()))
         await settle()
         assert not asked.done()

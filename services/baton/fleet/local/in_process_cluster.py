@@ -161,7 +161,7 @@ class InProcessCluster:
         self._switchboard.listen(address, scheduler)
         member = Member(kind=MemberKind.SCHEDULER, member_id=name, epoch=epoch, address=address)
         announcements = Announcements(
-            self._membership, member, heartbeat_s=config.heartbeat_s, on_recovered=scheduler.listed_again
+            self._membership, member, heartbeat_s=config.heartbeat_s, on_listed=scheduler.listed
         )
 
         async def run() -> None:

@@ -35,14 +35,19 @@ class Announcements:
         *,
         heartbeat_s: float,
         ttl_s: float | None = None,
-        on_recovered: Callable[[], None] = lambda: None,
+        on_listed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create announcements that have not begun. `on_recovered` is called when the store is back."""
+        """Create announcements that have not begun.
+
+        on_listed: called after the first successful announcement, and after the first one since the store was
+            unavailable. Peers that look for the member may have missed it until then.
+        """
         self._membership = membership
         self._member = member
         self._heartbeat_s = heartbeat_s
         self._ttl_s = TTL_HEARTBEATS * heartbeat_s if ttl_s is None else ttl_s
-        self._on_recovered = on_recovered
+        self._on_listed = on_listed
+        self._is_listed = False
         self._is_unavailable = False
 
     async def announce(self) -> None:
@@ -54,12 +59,14 @@ class Announcements:
                 log.warning(
                     "store_became_unavailable", use="membership", member=self._member.member_id, problem=str(error)
                 )
-            self._is_unavailable = True
+            self._is_unavailable, self._is_listed = True, False
         else:
             if self._is_unavailable:
                 log.info("store_recovered", use="membership", member=self._member.member_id)
-                self._on_recovered()
             self._is_unavailable = False
+            if not self._is_listed:
+                self._is_listed = True
+                self._on_listed()
 
     async def announce_forever(self) -> None:
         """Announce now and then every heartbeat, until cancelled."""

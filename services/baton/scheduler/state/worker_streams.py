@@ -35,8 +35,8 @@ class SchedulerTimes:
     """The times of one scheduler.
 
     silence_s: a worker that has not reported for this time is removed.
-    settle_s: after the start, after a report stream broke, or when the store is back, workers may not have
-        reported yet. For this time a request without a worker waits for one.
+    settle_s: after the start, after a report stream broke, or when the store begins to list the scheduler,
+        workers may not have reported yet. For this time a request without a worker waits for one.
     reservation_s: how long a placement counts if no report contains it.
     watch_interval_s: least time between two updates to a gateway.
     """
