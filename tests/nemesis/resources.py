@@ -1,6 +1,7 @@
 """What must be back at the end of a run: blocks, leases, open requests, descriptors, tasks, keys, memory."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.fleet.processes.supervisor import Child
 from tests.nemesis import memory_growth
@@ -23,11 +25,11 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Resources of one process. tasks: tasks of its event loop; 0 for Redis."""
+    """Resources of one process. tasks: tasks of its event loop by function; none for Redis."""
 
     files: int
     threads: int
-    tasks: int
+    tasks: Counter[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,10 @@ async def usage_of(world: World) -> dict[str, Usage]:
     found = {}
     for name, child in _living(world):
         process = psutil.Process(child.pid)
-        tasks = 0 if name == REDIS else int(await metric(world, name, "baton_event_loop_tasks"))
+        tasks: Counter[str] = Counter()
+        if name != REDIS:
+            for sample in await samples(world, name, "baton_event_loop_tasks"):
+                tasks[sample.labels["function"]] = int(sample.value)
         found[name] = Usage(
             files=process.num_fds(),
             threads=process.num_threads(),
@@ -68,10 +73,15 @@ async def usage_of(world: World) -> dict[str, Usage]:
 
 async def metric(world: World, name: str, wanted: str) -> float:
     """Return the sum of a metric's samples of one process."""
+    return sum(sample.value for sample in await samples(world, name, wanted))
+
+
+async def samples(world: World, name: str, wanted: str) -> list[Sample]:
+    """Return a metric's samples of one process."""
     async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
         text = (await client.get(f"http://{world.network.metrics_address(name)}/metrics")).text
     families = text_string_to_metric_families(text)
-    return sum(s.value for family in families for s in family.samples if s.name == wanted)
+    return [sample for family in families for sample in family.samples if sample.name == wanted]
 
 
 async def redis_usage(world: World) -> RedisUsage:
@@ -99,10 +109,15 @@ def grown(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
         for what, was, now in (
             ("open files", before[name].files, usage.files),
             ("threads", before[name].threads, usage.threads),
-            ("tasks", before[name].tasks, usage.tasks),
+            (f"tasks ({_more(before[name].tasks, usage.tasks)})", before[name].tasks.total(), usage.tasks.total()),
         )
         if now > was + SLACK
     ]
+
+
+def _more(before: Counter[str], after: Counter[str]) -> str:
+    """Return the functions of which more tasks run, and how many more."""
+    return ", ".join(f"{number} more {function}" for function, number in sorted((after - before).items()))
 
 
 async def leftovers(

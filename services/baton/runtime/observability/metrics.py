@@ -6,6 +6,7 @@ bounded, regardless of what clients send; series of workers that are gone are re
 """
 
 import asyncio
+import collections
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
@@ -79,7 +80,10 @@ class ProcessMetrics(_Family):
             "Time of a stall of the event loop, beyond 0.2 s. Peers do not count as silent during it.",
             STALL_BUCKETS_S,
         )
-        self.loop_tasks = self._gauge("event_loop_tasks", "Running tasks of the event loop.")
+        self.loop_tasks = self._gauge(
+            "event_loop_tasks", "Running tasks of the event loop, by the function that each one runs.", "function"
+        )
+        self._functions: set[str] = set()  # those with a time series
         self.trace_spans = self._counter(
             "trace_spans_total",
             "Ended trace spans by outcome: sent, failed (export failed), dropped (the queue was full).",
@@ -96,7 +100,18 @@ class ProcessMetrics(_Family):
         self.loop_lag_s.observe(lag_s)
         if stall_s:
             self.loop_stall_s.observe(stall_s)
-        self.loop_tasks.set(len(asyncio.all_tasks()))
+        counts = collections.Counter(_function_of(task) for task in asyncio.all_tasks())
+        for function in self._functions - counts.keys():
+            self.loop_tasks.remove(function)
+        for function, number in counts.items():
+            self.loop_tasks.labels(function).set(number)
+        self._functions = set(counts)
+
+
+def _function_of(task: asyncio.Task[object]) -> str:
+    """Return the qualified name of the coroutine function that a task runs."""
+    coroutine = task.get_coro()
+    return getattr(coroutine, "__qualname__", type(coroutine).__name__)
 
 
 class BudgetMetrics(_Family):
