@@ -1,4 +1,4 @@
-"""A refusal of a stream arrives with its failure, also while the client writes."""
+"""A server ends a stream while the client writes: the failure arrives, and nothing is left of the call."""
 
 import asyncio
 from contextlib import suppress
@@ -8,12 +8,12 @@ import pytest
 
 from baton.core.errors import Reason, Refused, StreamBroken
 from baton.core.interfaces import Duplex
-from baton.core.messages.jobs import Ack
+from baton.core.messages.jobs import Ack, Step
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.streams.stream_limits import StreamLimits
 from tests import builders
-from tests.contract.networks import StubWorker
+from tests.contract.networks import StubWorker, eventually
 from tests.times import LONG_LIMIT_S
 
 
@@ -46,6 +46,35 @@ async def test_refusal_reaches_a_gateway_that_still_writes() -> None:
             await writing
             await session.aclose()
             assert broken.value.failure == failure
+    finally:
+        await network.aclose()
+        await server.stop(0)
+
+
+def _calls_of_grpc() -> list[asyncio.Task[Any]]:
+    """Return the tasks in which grpc waits for the status of a client's call."""
+    return [task for task in asyncio.all_tasks() if "_handle_status" in getattr(task.get_coro(), "__qualname__", "")]
+
+
+async def test_end_with_unread_messages_and_a_failed_write_ends_the_call() -> None:
+    """grpc.aio counts such a call as ended, but its core keeps it and its messages until it is cancelled."""
+
+    async def send_steps(stream: Duplex[Any, Any]) -> None:
+        await stream.receive()
+        for seq in range(100):
+            stream.send(Step(seq=seq, deltas=(builders.token_delta(seq),)))
+
+    server = GrpcServer(heartbeat_s=LONG_LIMIT_S)
+    server.add_worker(StubWorker(session=send_steps))
+    limits = StreamLimits(max_messages=1_000_000, max_received=1)
+    network = GrpcNetwork(heartbeat_s=LONG_LIMIT_S, dial_s=LONG_LIMIT_S, call_s=LONG_LIMIT_S, limits=limits)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    try:
+        for _ in range(20):
+            session = await network.open_session(address)
+            await _write(session)
+            await session.aclose()
+        await eventually(lambda: not _calls_of_grpc())
     finally:
         await network.aclose()
         await server.stop(0)

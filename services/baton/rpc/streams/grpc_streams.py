@@ -242,7 +242,7 @@ class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):
         try:
             await self._flush()
         finally:
-            self._call.cancel()
+            self._status.cancel()
             await self._stop_tasks()
             await self._channel.close(None)
             self._on_closed()
