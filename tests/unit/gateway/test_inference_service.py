@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from baton.core.client_api import Caller, GenerateChunk, GenerateStream, ProcessInfo, Timeline
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
@@ -252,6 +253,16 @@ async def test_tokenize_models_and_status_return_values() -> None:
         c.scheduler.die()
         await until(lambda: c.gateway.view.scheduler is None)
         assert (await admin(c).status(ANONYMOUS)).scheduler is None
+
+
+@virtual
+async def test_status_has_the_links_to_present_workers() -> None:
+    async with cluster(*PD) as c:
+        links = (builders.link("p0"), builders.link("p0", epoch=9, broken=True), builders.link("gone", broken=True))
+        reports = (builders.worker_report("p0", "prefill"), builders.worker_report("d0", "decode", links=links))
+        c.gateway.view.update(ClusterUpdate(reports=reports, scheduler_id="stub"))
+        workers = {worker.worker.worker_id: worker for worker in (await admin(c).status(ANONYMOUS)).workers}
+        assert workers["d0"].links == links[:1]
 
 
 @virtual

@@ -209,6 +209,9 @@ def test_changes_of_the_cluster_are_events() -> None:
     assert list(changes(before, facts(again, prefill))) == [("warning", "d0 was restarted, ready")]
     assert list(changes(before, facts(broken, prefill))) == [("error", "d0 no longer reads from p0: a read failed")]
     assert list(changes(facts(broken, prefill), before)) == [("info", "d0 reads from p0 again")]
+    earlier = builders.link("p0", epoch=9, broken=True)
+    restarted = builders.worker_report("d0", "decode", links=(builders.link("p0"), earlier))
+    assert list(changes(facts(broken, prefill), facts(restarted, prefill))) == [("info", "d0 reads from p0 again")]
     assert next(changes(before, facts(ready, prefill, scheduler="")))[0] == "error"
 
 

@@ -1,5 +1,6 @@
 """The status that a worker publishes to every scheduler."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,6 +83,20 @@ class LinkReport:
     exposed_s: float = 0.0
     dial_s: float = 0.0
     choice: str = ""
+
+
+def present_links(links: Sequence[LinkReport], workers: Mapping[str, WorkerRef]) -> dict[str, LinkReport]:
+    """Return a reader's links to these workers, by id.
+
+    A reader may still report its link to an earlier incarnation of a worker. That counts only if it has none
+    to the present one.
+    """
+    found: dict[str, LinkReport] = {}
+    for link in links:
+        worker = workers.get(link.peer.worker_id)
+        if worker is not None and (worker.worker_id not in found or link.peer.is_same_incarnation(worker)):
+            found[worker.worker_id] = link
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import baton
@@ -22,6 +23,7 @@ from baton.core.client_api import (
 from baton.core.cluster.cache_stats import CacheStats
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.prefix_files import ExportedPrefix, ImportedPrefix
+from baton.core.cluster.worker_report import WorkerReport, present_links
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
@@ -224,7 +226,7 @@ class AdminService:
             model=self._service.rules.model,
             gateway=self._process,
             scheduler=view.scheduler,
-            workers=tuple(WorkerStatus.of(report) for report in view.reports),
+            workers=_worker_statuses(view.reports),
             open_requests=self._service.num_open,
         )
 
@@ -306,6 +308,15 @@ class AdminService:
         identity = self._service.keys.identify(caller.authorization)
         self._service.keys.check_admin(identity)
         return identity
+
+
+def _worker_statuses(reports: Sequence[WorkerReport]) -> tuple[WorkerStatus, ...]:
+    """Return the status of each worker, with its links to the present workers."""
+    workers = {report.worker.worker_id: report.worker for report in reports}
+    return tuple(
+        WorkerStatus.of(replace(report, links=tuple(present_links(report.links, workers).values())))
+        for report in reports
+    )
 
 
 def _request_id(text: str) -> bytes:

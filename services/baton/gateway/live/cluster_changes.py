@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from baton.core.cluster.worker_report import WorkerReport, WorkerState
+from baton.core.cluster.worker_report import WorkerReport, WorkerState, present_links
 
 Event: TypeAlias = tuple[str, str]
 """(severity, text); the severity is info, warning or error."""
@@ -32,13 +32,15 @@ class ClusterFacts:
     @classmethod
     def of(cls, scheduler: str, reports: Sequence[WorkerReport]) -> "ClusterFacts":
         """Take the facts out of the reports. `scheduler` is empty if none answers."""
+        workers = {report.worker.worker_id: report.worker for report in reports}
         return cls(
             scheduler,
             {report.worker.worker_id: (report.worker.worker_epoch, report.state) for report in reports},
             {
                 (report.worker.worker_id, link.peer.worker_id): link.problem or "a read failed"
                 for report in reports
-                for link in report.links
+                if any(link.broken for link in report.links)
+                for link in present_links(report.links, workers).values()
                 if link.broken
             },
         )

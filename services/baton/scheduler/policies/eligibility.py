@@ -13,11 +13,10 @@ import numpy as np
 
 from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.placement import PlacementQuery, Rejection
-from baton.core.cluster.worker_report import WorkerRole, WorkerState
+from baton.core.cluster.worker_report import WorkerRole, WorkerState, present_links
 from baton.core.errors import Reason
 from baton.scheduler.policies.policy_types import PolicyContext
 from baton.scheduler.state.worker_data import Mask
-from baton.scheduler.state.worker_links import present_links
 from baton.scheduler.state.worker_table import WorkerTable
 
 Side: TypeAlias = Literal["prefill", "decode"]

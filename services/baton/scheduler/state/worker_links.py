@@ -7,7 +7,7 @@ from math import inf, isfinite
 import numpy as np
 
 from baton.core.cluster.cluster_snapshot import WorkerView
-from baton.core.cluster.worker_report import LinkReport
+from baton.core.cluster.worker_report import LinkReport, present_links
 from baton.core.ids import WorkerRef
 from baton.scheduler.state.worker_data import Floats, Mask
 
@@ -89,20 +89,6 @@ class LinkArrays:
             j = self._index.get(peer)
             if j is not None:
                 self.links.queued_s[i, j] = self._reported_s[i, j] + reserved_bytes * self.links.s_per_byte[i, j]
-
-
-def present_links(links: Sequence[LinkReport], workers: Mapping[str, WorkerRef]) -> dict[str, LinkReport]:
-    """Return a reader's links to these workers, by id.
-
-    A reader may still report its link to an earlier incarnation of a worker. That counts only if it has none
-    to the present one.
-    """
-    found: dict[str, LinkReport] = {}
-    for link in links:
-        worker = workers.get(link.peer.worker_id)
-        if worker is not None and (worker.worker_id not in found or link.peer.is_same_incarnation(worker)):
-            found[worker.worker_id] = link
-    return found
 
 
 def _s_per_byte(link: LinkReport) -> float:
