@@ -97,7 +97,9 @@ class MemoryTier:
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         return await to_its_end(self._store(blocks))
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+    async def load(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
+    ) -> int:
         return await to_its_end(self._load(hashes, block_ids))
 
     async def _store(self, blocks: Sequence[BlockToStore]) -> int:

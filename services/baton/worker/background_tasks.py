@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class BackgroundTasks:
@@ -14,12 +16,12 @@ class BackgroundTasks:
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
-        self._running: dict[asyncio.Task[None], None] = {}  # ordered, so that simulations are reproducible
+        self._running: dict[asyncio.Task[Any], None] = {}  # ordered, so that simulations are reproducible
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Run `work` as a task until it ends or `aclose` cancels it."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running[task] = None
@@ -34,7 +36,7 @@ class BackgroundTasks:
         if running:
             await asyncio.wait(running)
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
         if task.cancelled():
             return

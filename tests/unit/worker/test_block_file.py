@@ -5,13 +5,22 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.core.errors import ConfigError
 from baton.core.kv.kv_layout import KvLayout
 from baton.worker.disk import open_block_file
-from baton.worker.disk.disk_format import DiskDefect, SlotState, encode_header, file_shape
+from baton.worker.disk.disk_format import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    DiskDefect,
+    SlotState,
+    encode_header,
+    file_shape,
+)
+from baton.worker.disk.os_file import OsFile
 from tests import builders
 from tests.unit.worker.disk_rig import (
     NUM_SLOTS,
@@ -24,6 +33,8 @@ from tests.unit.worker.disk_rig import (
     image_of,
     payload_at,
 )
+
+HEADERS_OF_PAGE = PAGE_BYTES // HEADER_BYTES
 
 
 def written(directory: Path, numbers: dict[int, int]) -> Path:
@@ -52,6 +63,24 @@ def test_flags_and_tenant_of_a_block_are_kept(tmp_path: Path) -> None:
     opened.close()
     (header,) = Opened(tmp_path).file.held
     assert (header.is_announced, header.is_reused, header.tenant_root) == (False, True, TENANTS[1])
+
+
+def test_headers_that_cannot_be_read_cost_only_their_page(tmp_path: Path) -> None:
+    shape = replace(SHAPE, num_slots=3 * HEADERS_OF_PAGE)
+
+    class BadSector(OsFile):
+        def read_into(self, buffer: Any, offset: int) -> None:
+            bad = shape.header_offset(HEADERS_OF_PAGE)
+            if offset <= bad < offset + len(buffer):
+                raise OSError(errno.EIO, "Input/output error")
+            super().read_into(buffer, offset)
+
+    opened = Opened(tmp_path, shape)
+    opened.write({0: 1, HEADERS_OF_PAGE + 1: 2, 2 * HEADERS_OF_PAGE: 3})
+    opened.close()
+    again = Opened(tmp_path, shape, BadSector)
+    assert [header.slot for header in again.file.held] == [0, 2 * HEADERS_OF_PAGE]
+    assert again.file.defects == {DiskDefect.READ_ERROR: 1}
 
 
 def test_the_later_of_two_headers_with_one_hash_counts(tmp_path: Path) -> None:

@@ -5,17 +5,21 @@ fails the test.
 """
 
 import asyncio
+import errno
+import math
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.kv.block_hash import tenant_root
+from baton.core.kv.block_hash import BlockHash, tenant_root
 from baton.core.kv.kv_events import Tier
 from baton.engine.tiers.copy_policy import MIN_RELOAD_WAIT_S
+from baton.engine.tiers.kv_tier import BlockToStore
+from baton.sim.sim_disk import STAGING_ROWS
 from baton.worker.disk.disk_format import DiskDefect
 from baton.worker.tiers import warm_start
-from baton.worker.tiers.clear_tenant import clear_tenant
+from baton.worker.tiers.clear_tenant import RETRY_S, clear_tenant
 from baton.worker.tiers.disk_tier import STORE_PAUSE_S, DiskTier
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster
@@ -23,6 +27,15 @@ from tests.unit.worker.test_host_tier_worker import MIB, NUM_BLOCKS, Host
 from tests.unit.worker.virtual_loop import virtual
 
 ALL_CACHED = NUM_BLOCKS * BLOCK
+TENANT = b"tenant-a" * 2
+
+
+def hash_of(number: int) -> BlockHash:
+    return number.to_bytes(8, "little") * 2
+
+
+def block_to_store(block_hash: BlockHash, block_id: int) -> BlockToStore:
+    return BlockToStore(block_id=block_id, block_hash=block_hash, tenant_root=TENANT)
 
 
 def disk_of(node: Node) -> DiskTier:
@@ -151,7 +164,7 @@ async def test_a_slow_disk_delays_no_job_for_longer_than_computing_takes() -> No
         assert host.reloads.totals.reloads == 0
         took_s = loop.time() - began_s
         simulated.disks["p"].latency_s = 0.0001
-        faster = await restarted(simulated, num_blocks=128)  # as many as both the reload and the job need
+        faster = await restarted(simulated)  # the job needs blocks that the reload took
         await asyncio.sleep(1)
         simulated.disks["p"].latency_s = 5.0
         began_s = loop.time()
@@ -162,6 +175,33 @@ async def test_a_slow_disk_delays_no_job_for_longer_than_computing_takes() -> No
         assert await waiting == {}
         assert faster.reloads.totals.late == 1
         assert loop.time() - began_s < MIN_RELOAD_WAIT_S + 2 * took_s
+        await simulated.until_clean()
+
+
+@pytest.mark.fault("F-60")
+@pytest.mark.usefixtures("cold_start")
+@virtual
+async def test_a_disk_that_does_not_answer_keeps_no_blocks_and_delays_one_job() -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated), 0, 1, 2)
+        host = await restarted(simulated)
+        await asyncio.sleep(1)
+        disk, loop = disk_of(host.node), asyncio.get_running_loop()
+        simulated.disks["p"].latency_s = 1000.0
+        began_s = loop.time()
+        assert await host.answer(0) == {}
+        first_s, began_s = loop.time() - began_s, loop.time()
+        assert (disk.answers, disk.load_s(1)) == (False, math.inf)
+        for prompt in (1, 2):
+            assert await host.answer(prompt) == {}
+        assert (loop.time() - began_s) / 2 < first_s
+        counts = host.node.pool.counts()
+        assert counts.free + counts.cached == counts.total
+        assert (host.reloads.totals.reloads, host.reloads.totals.late) == (1, 1)
+        simulated.disks["p"].latency_s = 0.0001
+        await asyncio.sleep(1000)
+        assert disk.answers
+        assert sum((await host.answer(0)).values()) == ALL_CACHED
         await simulated.until_clean()
 
 
@@ -182,6 +222,69 @@ async def test_erased_content_is_gone_on_all_tiers_and_after_a_restart() -> None
         assert await host.answer(0, cache_salt=b"tenant-b" * 2) == {}
         again = await restarted(simulated)
         assert await again.answer(0, cache_salt=b"tenant-b" * 2 + b"client") == {}
+        await simulated.until_clean()
+
+
+@pytest.mark.fault("F-60")
+@virtual
+async def test_content_that_cannot_be_erased_is_not_used_and_is_erased_later() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        await answered(host, 0)
+        disk, file = disk_of(host.node), simulated.disks["p"].file
+        slots = list(disk.slots._content)
+        assert len(slots) >= NUM_BLOCKS
+        file.is_full = True
+        clearing = asyncio.ensure_future(host.node.worker.kv.clear_tenant(b""))
+        await asyncio.sleep(RETRY_S / 2)
+        assert not clearing.done()
+        assert disk.defects[DiskDefect.NO_SPACE] > 0
+        file.is_full = False
+        assert await host.answer(0) == {}
+        await clearing
+        assert not any(any(simulated.disks["p"].payload(slot)) for slot in slots)
+        assert disk.counts().held == 0
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_failed_erase_marks_what_it_has_left() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        await answered(host, 0, 1, 2)  # the first prompt is on the disk only
+        disk = disk_of(host.node)
+        assert disk.counts().held >= 3 * NUM_BLOCKS
+
+        def fail(_: bytes) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        disk._store.erase = fail  # type: ignore[method-assign]
+        clearing = asyncio.ensure_future(host.node.worker.kv.clear_tenant(b""))
+        await asyncio.sleep(RETRY_S / 2)
+        clearing.cancel()
+        again = await restarted(simulated)
+        assert disk_of(again.node).num_restored == 0
+        assert await again.answer(0) == {}
+        await simulated.until_clean()
+
+
+@virtual
+async def test_content_that_is_discarded_before_its_turn_is_not_written() -> None:
+    """A store of several parts waits for its turn between them, and an erasure may come first."""
+    async with cluster() as simulated:
+        host = await start(simulated, num_blocks=128)
+        await answered(host, 0)
+        disk, file = disk_of(host.node), simulated.disks["p"]
+        hashes = {hash_of(1000 + number): number for number in range(2 * STAGING_ROWS)}
+        file.write_begun.clear()
+        storing = asyncio.ensure_future(disk.store([block_to_store(each, n) for each, n in hashes.items()]))
+        await file.write_begun.wait()
+        assert await disk.erase_tenant(TENANT) > 0
+        await storing
+        assert not any(disk.holds(each) for each in hashes)
+        others = [slot for slot in range(disk.slots.num_slots) if not disk.slots.has_content(slot)]
+        assert len(others) > 2 * STAGING_ROWS
+        assert not any(any(file.payload(slot)) for slot in others)
         await simulated.until_clean()
 
 

@@ -34,7 +34,7 @@ class GatedTier:
     def load_s(self, num_blocks: int) -> float:
         return 1e-6 * num_blocks
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None) -> int:
         await self.gate.wait()
         return len(block_ids)
 

@@ -25,7 +25,7 @@ class FixedTier:
     def load_s(self, num_blocks: int) -> float | None:
         return None if self._block_s is None else num_blocks * self._block_s
 
-    async def load(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int:
+    async def load(self, hashes: Sequence[bytes], block_ids: Sequence[int], *, within_s: float | None) -> int:
         self.asked += zip(hashes, block_ids, strict=True)
         return min(self._num_good, len(hashes))
 
@@ -74,10 +74,12 @@ async def test_rows_are_granted_in_the_order_of_the_calls() -> None:
     rows, order = StagingRows(range(3, 7)), list[str]()
 
     async def use(name: str, count: int, gate: asyncio.Event) -> None:
-        async with rows.taken(count) as taken:
-            assert len(set(taken)) == count
-            order.append(name)
-            await gate.wait()
+        taken = await rows.take(count)
+        assert taken is not None
+        assert len(set(taken)) == count
+        order.append(name)
+        await gate.wait()
+        rows.give_back(taken)
 
     gates = [asyncio.Event() for _ in range(3)]
     tasks = [
@@ -95,12 +97,15 @@ async def test_rows_are_granted_in_the_order_of_the_calls() -> None:
     assert order == ["a", "b", "c"]
 
 
-async def test_a_cancelled_wait_leaves_the_rows_to_the_next() -> None:
+async def test_a_wait_that_is_cancelled_or_too_long_leaves_the_rows_to_the_next() -> None:
     rows = StagingRows(range(2))
-    async with rows.taken(2):
-        waiting = asyncio.ensure_future(rows.taken(2).__aenter__())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait((waiting,))
-    async with asyncio.timeout(1), rows.taken(2) as taken:
-        assert sorted(taken) == [0, 1]
+    taken = await rows.take(2)
+    assert taken is not None
+    waiting = asyncio.ensure_future(rows.take(2))
+    next_one = asyncio.ensure_future(rows.take(1))
+    assert await rows.take(2, asyncio.get_running_loop().time() + 0.001) is None
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    rows.give_back(taken)
+    async with asyncio.timeout(1):
+        assert len(await next_one or ()) == len(await rows.take(1) or ()) == 1

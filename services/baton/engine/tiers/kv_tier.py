@@ -84,11 +84,16 @@ class KvTier(Protocol):
         """
         ...
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+    async def load(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
+    ) -> int:
         """Copy content into own blocks. Returns how many leading ones were copied and verified.
 
         The other blocks hold no valid content. Even if the caller is cancelled, the copy ends before the call
         does, unless the device has failed. Raises nothing: content that cannot be read is not loaded.
+
+        within_s: what a disk has not read by then is not loaded, so that one that does not answer keeps no
+            blocks; None sets no limit
         """
         ...
 

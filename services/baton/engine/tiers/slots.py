@@ -183,6 +183,10 @@ class TierSlots:
             self._release(slot)
         return num_filled
 
+    def is_wanted(self, slot: int) -> bool:
+        """Return True unless what a slot is being filled with was discarded. Raises KeyError for others."""
+        return self._by_hash.get(self._filling[slot].block_hash) == slot
+
     def discard(self, block_hash: BlockHash) -> None:
         """Drop content, or what is being filled with it. Reads of it fail their validation."""
         slot = self._by_hash.get(block_hash)

@@ -18,6 +18,7 @@ from baton.runtime.logging import get_logger
 from baton.transfer.backends.host_memory import Bytes
 from baton.worker.disk.disk_format import (
     HEADER_BYTES,
+    PAGE_BYTES,
     DiskDefect,
     FileShape,
     SlotHeader,
@@ -53,7 +54,7 @@ class BlockFile:
         staging: Bytes,
         payloads: Callable[[RawFile, Bytes], PayloadIo] = PlainPayloads,
     ) -> None:
-        """Take ownership of `file` and read its headers. Raises OSError if they cannot be read.
+        """Take ownership of `file` and read its headers. Slots whose headers cannot be read are empty.
 
         staging: [num_rows, block_bytes] uint8, between which and the slots payloads are copied
         """
@@ -157,19 +158,24 @@ class BlockFile:
         """Overwrite all slots with content of a tenant, and wait for the disk.
 
         Slots without valid content are overwritten, too: their payload may be what another tenant has left.
-        Returns how many were. Raises OSError. No slot may be written meanwhile.
+        Returns how many were. Raises OSError; slots that were not overwritten then keep their headers. No
+        slot may be written meanwhile.
         """
         num_erased = 0
-        for first, region in self._regions():
-            slots = [
-                found[0]
-                for found in decode_headers(region, self.shape, self._file_id, first)
-                if not self._is_of_other(found, tenant_root)
-            ]
-            for begin in range(0, len(slots), _ERASED_AT_ONCE):
-                self._erase_slots(slots[begin : begin + _ERASED_AT_ONCE])
-            num_erased += len(slots)
-        self._file.sync()
+        try:
+            for first, region in self._regions():
+                slots = [
+                    found[0]
+                    for found in decode_headers(region, self.shape, self._file_id, first)
+                    if not self._is_of_other(found, tenant_root)
+                ]
+                for begin in range(0, len(slots), _ERASED_AT_ONCE):
+                    self._erase_slots(slots[begin : begin + _ERASED_AT_ONCE])
+                num_erased += len(slots)
+            self._file.sync()
+        except OSError as error:
+            self.defects[defect_of_write(error)] += 1
+            raise
         return num_erased
 
     def close(self) -> None:
@@ -202,14 +208,34 @@ class BlockFile:
         """Yield (first slot, its headers and those that follow)."""
         per_region = _REGION_BYTES // HEADER_BYTES
         for first in range(0, self.num_slots, per_region):
-            region = bytearray(HEADER_BYTES * min(per_region, self.num_slots - first))
-            self._file.read_into(region, self.shape.header_offset(first))
-            yield first, bytes(region)
+            yield first, self._region(range(first, min(first + per_region, self.num_slots)))
+
+    def _region(self, slots: range) -> bytes:
+        """Read the headers of some slots. Raises OSError."""
+        region = bytearray(HEADER_BYTES * len(slots))
+        self._file.read_into(region, self.shape.header_offset(slots.start))
+        return bytes(region)
 
     def _headers(self) -> Iterator[SlotHeader | DiskDefect]:
-        for first, region in self._regions():
-            for found in decode_headers(region, self.shape, self._file_id, first):
-                yield found if isinstance(found, SlotHeader) else found[1]
+        """Yield the headers of all slots that are not empty, or what is wrong with them."""
+        per_region = _REGION_BYTES // HEADER_BYTES
+        for first in range(0, self.num_slots, per_region):
+            yield from self._headers_of(range(first, min(first + per_region, self.num_slots)))
+
+    def _headers_of(self, slots: range) -> Iterator[SlotHeader | DiskDefect]:
+        """Yield the headers of some slots. If they cannot be read at once, they are read in pages."""
+        try:
+            region = self._region(slots)
+        except OSError:
+            per_page = PAGE_BYTES // HEADER_BYTES
+            if len(slots) <= per_page:
+                yield DiskDefect.READ_ERROR
+                return
+            for first in range(slots.start, slots.stop, per_page):
+                yield from self._headers_of(range(first, min(first + per_page, slots.stop)))
+            return
+        for found in decode_headers(region, self.shape, self._file_id, slots.start):
+            yield found if isinstance(found, SlotHeader) else found[1]
 
     def _header_of(self, slot: int) -> SlotHeader:
         """Return the header of a slot as it is in the file; one with sequence 0 if it is not valid."""
@@ -242,6 +268,6 @@ class BlockFile:
 
 
 def defect_of_write(error: OSError) -> DiskDefect:
-    """Return as what an error of a write counts."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Return as what an error of a write counts. A limit of the user or of the process counts as no space."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return DiskDefect.NO_SPACE if is_full else DiskDefect.WRITE_ERROR

@@ -25,10 +25,15 @@ log = get_logger(__name__)
 _FILE = "FILE"
 _POLL_S = 0.0002
 """Pause between two polls of a copy, which gives up the processor."""
+_MAX_COPY_S = 30.0
+"""Time after which a copy counts as stuck: more than a disk takes that tries a bad sector again and again."""
 
 
 class NixlPayloads:
-    """Implements `PayloadIo`. One copy at a time, of any number of payloads."""
+    """Implements `PayloadIo`. One copy at a time, of any number of payloads.
+
+    After a copy that does not end, all further ones fail: its rows may be written at any time.
+    """
 
     def __init__(self, file: RawFile, staging: Bytes, backend: str = "POSIX") -> None:
         """Register the file and `staging`, [num_rows, block_bytes] uint8, with a backend: POSIX or GDS.
@@ -39,6 +44,7 @@ class NixlPayloads:
             raise TypeError("NIXL needs the descriptor of a file")
         self._file, self._staging, self._backends = file, staging, [backend]
         self._lock = threading.Lock()
+        self._is_stuck = False
         self._name = f"kv-disk-{secrets.token_hex(4)}"
         regions = {
             HOST_SEGMENT[0]: (staging.ctypes.data, staging.nbytes, 0, ""),
@@ -69,6 +75,8 @@ class NixlPayloads:
     def _copy(self, operation: str, rows: Sequence[int], offsets: Sequence[int]) -> None:
         size, begin = self._staging.shape[1], self._staging.ctypes.data
         with self._lock:
+            if self._is_stuck:
+                raise OSError("an earlier copy of NIXL has not ended; restart the worker")
             if operation == "READ" and max(offsets) + size > _size_of(self._file):
                 raise ShortRead(f"the file ends before byte {max(offsets) + size}")
             agent = self._agent
@@ -77,10 +85,7 @@ class NixlPayloads:
             try:
                 handle = agent.initialize_xfer(operation, local, remote, self._name, backends=self._backends)
                 try:
-                    state = agent.transfer(handle)
-                    while state == "PROC":
-                        time.sleep(_POLL_S)
-                        state = agent.check_xfer_state(handle)
+                    state = self._ended(agent.transfer(handle), handle)
                 finally:
                     agent.release_xfer_handle(handle)
             except Exception as error:  # NIXL's exceptions have no common base
@@ -89,6 +94,17 @@ class NixlPayloads:
                 ) from error
             if state != "DONE":
                 raise OSError(f"NIXL could not {operation} {len(rows)} blocks: {state}")
+
+    def _ended(self, state: str, handle: Any) -> str:
+        """Wait for the end of a copy, and return its state. Raises OSError if it does not end."""
+        end_s = time.monotonic() + _MAX_COPY_S
+        while state == "PROC":
+            if time.monotonic() > end_s:
+                self._is_stuck = True
+                raise OSError(f"the copy has not ended within {_MAX_COPY_S:g} s")
+            time.sleep(_POLL_S)
+            state = self._agent.check_xfer_state(handle)
+        return state
 
 
 def _ranges(begins: Sequence[int], size: int, device_id: int) -> Any:

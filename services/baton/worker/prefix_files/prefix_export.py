@@ -14,6 +14,9 @@ from baton.worker.prefix_files.prefix_format import PrefixHeader
 from baton.worker.prefix_files.staged_blocks import StagedBlocks
 from baton.worker.tiers.slower_tiers import SlowerTiers
 
+MAX_RELOAD_S = 30.0
+"""Longest time for the reload of a few blocks, which keeps device blocks from requests."""
+
 
 class PrefixExport:
     """One export.
@@ -83,7 +86,7 @@ class PrefixExport:
             )
         num_loaded = 0
         try:
-            num_loaded = await self._tiers.load(hashes, receiving)
+            num_loaded = await self._tiers.load(hashes, receiving, within_s=MAX_RELOAD_S)
             if num_loaded < len(hashes):
                 raise _evicted()
         except BaseException:

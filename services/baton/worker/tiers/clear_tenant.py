@@ -1,5 +1,6 @@
 """Erases the cached KV of a tenant on all tiers of one worker."""
 
+import asyncio
 from collections.abc import Sequence
 
 from baton.core.kv.block_hash import BlockHash
@@ -9,19 +10,28 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
+NUM_ATTEMPTS, RETRY_S = 30, 10.0
+"""Attempts to erase KV on a disk that fails, and the pause between two."""
+
 
 async def clear_tenant(pool: BlockPool, tiers: Sequence[KvTier], tenant_root: BlockHash) -> int:
     """Drop all KV of a tenant, and return how many blocks of the device and of the disk had any.
 
     Requests that use blocks go on, but no other request finds these. KV on a disk is overwritten. If the disk
-    does not allow that, an error is logged.
+    does not allow that, it is tried again for five minutes; each failure is logged as an error.
     """
     num_blocks = pool.forget_tenant(tenant_root)
-    try:
-        for tier in tiers:
-            num_blocks += await tier.erase_tenant(tenant_root)
-    except OSError as error:
-        log.error("tenant_not_erased", problem=str(error), hint="KV of the tenant may be left on the disk")
-    num_blocks += pool.forget_tenant(tenant_root)  # a load may have published some meanwhile
-    log.info("tenant_forgotten", num_blocks=num_blocks)
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        try:
+            for tier in tiers:
+                num_blocks += await tier.erase_tenant(tenant_root)
+        except OSError as error:
+            is_last = attempt == NUM_ATTEMPTS
+            hint = "repair the disk, then clear again, or delete the worker's file" if is_last else "it is tried again"
+            log.error("tenant_not_erased", problem=str(error), attempt=attempt, hint=hint)
+            await asyncio.sleep(0.0 if is_last else RETRY_S)
+        else:
+            num_blocks += pool.forget_tenant(tenant_root)  # a load may have published some meanwhile
+            log.info("tenant_erased", num_blocks=num_blocks)
+            break
     return num_blocks

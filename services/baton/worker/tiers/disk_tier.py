@@ -1,6 +1,7 @@
 """`DiskTier`: the KV blocks that a worker keeps in a file, where the next process finds them."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ log = get_logger(__name__)
 
 STORE_PAUSE_S = 10.0
 """Time without stores after one that failed: a disk that is full or failing is not better a moment later."""
+SILENT_S_PER_BYTE = 1.0
+"""Reported speed of a disk that does not answer. Schedulers expect no reload from it."""
 MEASURED_BLOCKS = 8
 """Most blocks that are read or written at start to measure the speed."""
 
@@ -111,6 +114,7 @@ class DiskTier:
         self._store_turn = asyncio.Lock()
         self._store_after_s = 0.0
         self._calls = RunningCalls()
+        self._num_late_reads = 0
         self._to_drop: dict[int, int] = {}  # sequence numbers by slot
         self._is_dropping = False
 
@@ -127,12 +131,22 @@ class DiskTier:
         return self.slots.slot_of(block_hash) is not None
 
     def load_s(self, num_blocks: int) -> float | None:
-        """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
+        """Return the predicted time to load blocks; infinite while the disk does not answer.
+
+        Before the first load, stores tell the speed.
+        """
+        if not self.answers:
+            return math.inf
         num_bytes = num_blocks * self.block_bytes
         predicted_s = self._throughput.predicted_s(num_bytes)
         if predicted_s is None and self._store_speed.s_per_byte is not None:
             return self._store_speed.s_per_byte * num_bytes
         return predicted_s
+
+    @property
+    def answers(self) -> bool:
+        """False while a read has not ended within its limit."""
+        return not self._num_late_reads
 
     def store_s(self, num_blocks: int) -> float | None:
         s_per_byte = self._store_speed.s_per_byte
@@ -142,6 +156,8 @@ class DiskTier:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
         counts = self.counts()
         s_per_byte = self._throughput.s_per_byte or self._store_speed.s_per_byte
+        if not self.answers:
+            s_per_byte = SILENT_S_PER_BYTE
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
@@ -171,12 +187,16 @@ class DiskTier:
         filling = self.slots.begin_fill([replace(block, use=NO_USE) for block in blocks])
         return await self._calls.to_its_end(self._store_all(filling)) if filling else 0
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
-        return await self._calls.to_its_end(self._load(hashes, block_ids))
+    async def load(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
+    ) -> int:
+        return await self._calls.to_its_end(self._load(hashes, block_ids, within_s=within_s))
 
-    async def load_unused(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+    async def load_unused(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
+    ) -> int:
         """Load content that no request has asked for. Otherwise as `load`; it does not count as a use."""
-        return await self._calls.to_its_end(self._load(hashes, block_ids, is_use=False))
+        return await self._calls.to_its_end(self._load(hashes, block_ids, within_s=within_s, is_use=False))
 
     def evicted_last(self, count: int) -> list[BlockToStore]:
         """Return the idle content that is evicted last, at most `count` blocks, the last first.
@@ -227,16 +247,18 @@ class DiskTier:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         self._num_stores += 1
-        rows, num_bytes = self._store_rows[: len(filling)], len(filling) * self.block_bytes
+        # What was discarded while it waited for its turn may have been erased, and must not be written after that.
+        wanted = {slot: block for slot, block in filling.items() if self.slots.is_wanted(slot)}
+        rows, num_bytes = self._store_rows[: len(wanted)], len(wanted) * self.block_bytes
         is_complete = False
         try:
-            hit("tier.before_copy", num_blocks=len(filling))
-            stage = partial(self._copies.to_host, [block.block_id for block in filling.values()], rows)
+            hit("tier.before_copy", num_blocks=len(wanted))
+            stage = partial(self._copies.to_host, [block.block_id for block in wanted.values()], rows)
             self._stage_s += await self._copy_runner.run(stage, num_bytes)
-            await self._disk_runner.write(partial(self._store.write, filling, rows), num_bytes)
+            await self._disk_runner.write(partial(self._store.write, wanted, rows), num_bytes)
             is_complete = True
         except Exception as error:  # of the disk, or of the device library
-            log.warning("disk_kv_store_failed", num_blocks=len(filling), problem=f"{type(error).__name__}: {error}")
+            log.warning("disk_kv_store_failed", num_blocks=len(wanted), problem=f"{type(error).__name__}: {error}")
             self.totals.failed_copies += 1
             self._store_after_s = loop.time() + STORE_PAUSE_S if isinstance(error, OSError) else 0.0
         sequences = {slot: self._store.sequence(slot) for slot in filling}
@@ -265,10 +287,16 @@ class DiskTier:
         return len(rows)
 
     async def _erase(self, tenant_root: BlockHash) -> int:
-        for block_hash in self.slots.hashes_of_tenant(tenant_root):
+        hashes = self.slots.hashes_of_tenant(tenant_root)
+        slots = [slot for each in hashes if (slot := self.slots.slot_of(each)) is not None]
+        for block_hash in hashes:
             self.slots.discard(block_hash)
-        async with self._store_turn:
-            return await self._disk_runner.write(partial(self._store.erase, tenant_root), 0)
+        try:
+            async with self._store_turn:
+                return await self._disk_runner.write(partial(self._store.erase, tenant_root), 0)
+        except OSError:
+            self._drop(slot for slot in slots if not self.slots.has_content(slot))  # the next process must not use it
+            raise
 
     def _drop(self, slots: Iterable[int], sequences: Mapping[int, int] | None = None) -> None:
         dropped = {slot: self._store.sequence(slot) if sequences is None else sequences[slot] for slot in slots}
@@ -288,7 +316,14 @@ class DiskTier:
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int] | None, *, is_use: bool = True) -> int:
+    async def _load(
+        self,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int] | None,
+        *,
+        within_s: float | None = None,
+        is_use: bool = True,
+    ) -> int:
         """Load the leading blocks that are known. block_ids: None loads into the staging buffer only."""
         slots = self.slots.lookup(hashes if block_ids is None else hashes[: len(block_ids)])
         if not slots:
@@ -302,7 +337,8 @@ class DiskTier:
         num_bytes, began_s = len(slots) * self.block_bytes, loop.time()
         self._throughput.begin(began_s)
         parts = [expected[first : first + self._part_blocks] for first in range(0, len(slots), self._part_blocks)]
-        loaded = await asyncio.gather(*(self._load_part(part, block_ids) for part in parts))
+        until_s = None if within_s is None else began_s + within_s
+        loaded = await asyncio.gather(*(self._load_part(part, block_ids, until_s) for part in parts))
         num_loaded = self._num_valid(expected, [is_loaded for part in loaded for is_loaded in part])
         self._throughput.end(sum(map(sum, loaded)) * self.block_bytes, loop.time())
         if block_ids is not None:
@@ -314,32 +350,65 @@ class DiskTier:
         self.slots.unpin(slots)
         return num_loaded
 
-    async def _load_part(self, part: Sequence[AnnouncedBlock], block_ids: Sequence[int] | None) -> list[bool]:
-        """Read blocks, verify them and copy the good ones to the device. Returns for each whether it was."""
-        num_bytes, loop = len(part) * self.block_bytes, asyncio.get_running_loop()
-        loaded = [False] * len(part)
-        async with self._load_rows.taken(len(part)) as rows:
-            began_s = loop.time()
-            try:
-                hit("tier.before_copy", num_blocks=len(part))
-                hashes = {block.block_id: block.block_hash for block in part}
-                defects = await self._disk_runner.read(partial(self._store.read, hashes, rows), num_bytes)
-                for block, defect in zip(part, defects, strict=True):
-                    if defect is not None:
-                        self._found(block, defect)
-                good = [index for index, defect in enumerate(defects) if defect is None]
-                if block_ids is not None and good:
-                    into = [block_ids[part[index].index] for index in good]
-                    copy = partial(self._copies.to_device, [rows[index] for index in good], into)
-                    await self._copy_runner.run(copy, len(good) * self.block_bytes)
-            except Exception as error:  # errors of the device library
-                log.warning("disk_kv_load_failed", num_blocks=len(part), problem=f"{type(error).__name__}: {error}")
-                self.totals.failed_copies += 1
-                return loaded
-            self._throughput.observe_part(loop.time() - began_s)
+    async def _load_part(
+        self, part: Sequence[AnnouncedBlock], block_ids: Sequence[int] | None, until_s: float | None
+    ) -> list[bool]:
+        """Read blocks, verify them and copy the good ones to the device. Returns for each whether it was.
+
+        What is not read by `until_s` is not copied. A read cannot be stopped; it keeps its rows.
+        """
+        loop, loaded = asyncio.get_running_loop(), [False] * len(part)
+        rows = await self._load_rows.take(len(part), until_s)
+        if rows is None:
+            return loaded
+        began_s = loop.time()
+        reading = self._calls.start(self._read_part(part, rows))
+        await asyncio.wait((reading,), timeout=None if until_s is None else max(0.0, until_s - began_s))
+        if not reading.done():
+            self._read_is_late(reading, rows)
+            return loaded
+        try:
+            good = reading.result()
+            if block_ids is not None and good:
+                into = [block_ids[part[index].index] for index in good]
+                copy = partial(self._copies.to_device, [rows[index] for index in good], into)
+                await self._copy_runner.run(copy, len(good) * self.block_bytes)
+        except Exception as error:  # errors of the device library
+            log.warning("disk_kv_load_failed", num_blocks=len(part), problem=f"{type(error).__name__}: {error}")
+            self.totals.failed_copies += 1
+            return loaded
+        finally:
+            self._load_rows.give_back(rows)
+        self._throughput.observe_part(loop.time() - began_s)
         for index in good:
             loaded[index] = True
         return loaded
+
+    async def _read_part(self, part: Sequence[AnnouncedBlock], rows: Sequence[int]) -> list[int]:
+        """Read blocks into rows and verify them. Returns the positions of the good ones."""
+        hit("tier.before_copy", num_blocks=len(part))
+        hashes = {block.block_id: block.block_hash for block in part}
+        defects = await self._disk_runner.read(partial(self._store.read, hashes, rows), len(part) * self.block_bytes)
+        for block, defect in zip(part, defects, strict=True):
+            if defect is not None:
+                self._found(block, defect)
+        return [index for index, defect in enumerate(defects) if defect is None]
+
+    def _read_is_late(self, reading: "asyncio.Task[list[int]]", rows: Sequence[int]) -> None:
+        """Count a read that goes on after its limit, until it ends."""
+        if self.answers:
+            log.warning("disk_kv_does_not_answer", hint="loads wait for it no longer; prompts are computed")
+        self._num_late_reads += 1
+
+        def ended(task: "asyncio.Task[list[int]]") -> None:
+            self._num_late_reads -= 1
+            self._load_rows.give_back(rows)
+            if not task.cancelled():
+                task.exception()  # a failed read is only late
+            if self.answers:
+                log.info("disk_kv_answers_again")
+
+        reading.add_done_callback(ended)
 
     def _found(self, block: AnnouncedBlock, defect: DiskDefect) -> None:
         """Drop content whose payload is not as its header says, unless it was dropped while it was read."""

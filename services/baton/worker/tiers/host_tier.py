@@ -122,7 +122,10 @@ class HostTier:
         filling = self.slots.begin_fill(blocks)  # now, so that content that is discarded from now on is dropped
         return await self._calls.to_its_end(self._store(filling)) if filling else 0
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+    async def load(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
+    ) -> int:
+        """Otherwise as in `KvTier`, but without a limit: memory answers."""
         return await self._calls.to_its_end(self._load(hashes, block_ids))
 
     def count_use(self, block_hash: BlockHash) -> None:

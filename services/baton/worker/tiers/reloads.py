@@ -1,8 +1,8 @@
 """Reloads prefixes of prompts from slower tiers into the device's prefix cache.
 
 A reload begins when a job arrives, so it runs while the job waits for its turn. A failed one costs only time:
-the engine computes the blocks that are not in the cache. So does one that is much slower than predicted: the
-job waits for it no longer than computing takes.
+the engine computes the blocks that are not in the cache. So does one that is much slower than predicted: it
+ends after the time that computing takes, with what it has loaded until then.
 """
 
 import asyncio
@@ -26,6 +26,10 @@ from baton.worker.tiers.slower_tiers import SlowerTiers
 log = get_logger(__name__)
 
 MAX_RATIOS = 1024
+END_S = 0.05
+"""Time for the last copies of a reload whose time is over."""
+CLOCK_S = 0.001
+"""Resolution of the event loop's timers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,7 @@ class ReloadPlan:
     blocks_by_tier: blocks of tokens that are reloaded from each tier
     predicted_s: time of the reload, after those that are under way; None if unknown
     gain_s: how much less that is than computing; infinite if unknown
-    wait_s: how long a job waits for it
+    wait_s: how long it may take, and how long a job waits for it
     """
 
     chain: tuple[BlockHash, ...]
@@ -58,7 +62,7 @@ class ReloadTotals:
     """Counters since the start.
 
     incomplete: reloads that did not load all blocks.
-    late: jobs that have not waited for the end of their reload.
+    late: reloads of jobs that took as long as computing, and of which the rest was computed.
     predicted_s, actual_s: of the reloads that were complete.
     new_ratios: the first over the second of each of them, until metrics have taken it; the last `MAX_RATIOS`
     """
@@ -86,7 +90,7 @@ class Reloads:
         self.totals = ReloadTotals()
         self._engine, self._pool = engine, engine.pool
         self._tiers, self._tasks, self._costs = tiers, tasks, costs
-        self._running: dict[BlockHash, asyncio.Task[None]] = {}  # by the first missing block
+        self._running: dict[BlockHash, asyncio.Task[bool]] = {}  # by the first missing block
         self._num_loading_blocks: Counter[Tier] = Counter()
 
     @property
@@ -124,21 +128,26 @@ class Reloads:
         tenant_root: of the tenant whose prompt it is. owner: of the request that needs the blocks.
         uses_disk: False leaves the disk alone.
 
-        If the caller is cancelled, or has waited as long as computing would take, the reload goes on: other
-        requests may want the same blocks.
+        Ends after the time that computing takes at the latest, also if another request's reload of the same
+        blocks still runs. If the caller is cancelled, its reload goes on: other requests may want the blocks.
         """
         plan = first = self.plan(hashes, uses_disk=uses_disk)
         if plan is None or first is None:
             return {}
         before = self._pool.lookup_prefix(hashes).num_blocks
+        is_late = False
         try:
-            async with asyncio.timeout(first.wait_s):
+            async with asyncio.timeout(first.wait_s + END_S):
                 while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
                     await asyncio.wait((running,))
                     plan = self.plan(hashes, uses_disk=uses_disk)
                 if plan is not None:
-                    await asyncio.wait((self._start(plan, tenant_root, owner),))
+                    own = self._start(plan, tenant_root, owner)
+                    await asyncio.wait((own,))
+                    is_late = not own.cancelled() and own.exception() is None and own.result()
         except TimeoutError:
+            is_late = True
+        if is_late:
             self.totals.late += 1
             log.warning("prefix_reload_late", num_blocks=len(hashes), predicted_s=first.predicted_s)
         gained = max(0, self._pool.lookup_prefix(hashes).num_blocks - before)
@@ -210,12 +219,12 @@ class Reloads:
             wait_s=reload_wait_s(computed_s),
         )
 
-    def _start(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> asyncio.Task[None]:
+    def _start(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> asyncio.Task[bool]:
         first = plan.needed[plan.missing[0]]
         positions = self._tiers.positions([plan.needed[index] for index in plan.missing])
         loading = Counter({tier: len(found) for tier, found in positions.items()})
 
-        def ended(_: asyncio.Task[None]) -> None:
+        def ended(_: asyncio.Task[bool]) -> None:
             self._running.pop(first, None)
             self._num_loading_blocks.subtract(loading)
 
@@ -224,8 +233,11 @@ class Reloads:
         task.add_done_callback(ended)
         return task
 
-    async def _run(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> None:
-        """Fill the missing blocks. The others are referenced, so that the prefix is not evicted meanwhile."""
+    async def _run(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> bool:
+        """Fill the missing blocks. The others are referenced, so that the prefix is not evicted meanwhile.
+
+        Returns True if the time was over before all were filled.
+        """
         pool, clock = self._pool, asyncio.get_running_loop().time
         held = {index: found for index, each in enumerate(plan.needed) if (found := pool.find(each)) is not None}
         missing = [index for index in range(len(plan.needed)) if index not in held]
@@ -233,11 +245,11 @@ class Reloads:
         receiving = pool.allocate_receiving(len(missing), [plan.entries[index] for index in missing])
         if receiving is None or not missing:  # meanwhile others took the free blocks, or computed these
             pool.unref(list(held.values()))
-            return
+            return False
         hashes = [plan.needed[index] for index in missing]
         started_s, num_loaded = clock(), 0
         try:
-            num_loaded = await self._tiers.load(hashes, receiving)
+            num_loaded = await self._tiers.load(hashes, receiving, within_s=plan.wait_s)
             # Content may have been withdrawn while another tier was still loading.
             num_loaded = next((i for i in range(num_loaded) if not self._tiers.holds(hashes[i])), num_loaded)
         finally:
@@ -248,7 +260,9 @@ class Reloads:
             blocks = held | dict(zip(missing, receiving, strict=True))
             positions = [entry // pool.windows.num_tables for entry in plan.entries]
             pool.unref([blocks[index] for index in range(len(plan.needed))], owner, positions)
-        self._count(plan, num_loaded, is_complete=num_loaded == len(missing), took_s=clock() - started_s)
+        took_s, is_complete = clock() - started_s, num_loaded == len(missing)
+        self._count(plan, num_loaded, is_complete=is_complete, took_s=took_s)
+        return not is_complete and took_s >= plan.wait_s - CLOCK_S
 
     def _count(self, plan: ReloadPlan, num_loaded: int, *, is_complete: bool, took_s: float) -> None:
         self.totals.reloads += 1

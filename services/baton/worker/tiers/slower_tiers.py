@@ -47,13 +47,19 @@ class SlowerTiers:
         known = [each for each in seconds if each is not None]
         return max(known) if known and len(known) == len(seconds) else None
 
-    async def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> int:
+    async def load(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
+    ) -> int:
         """Load content into own blocks, from all tiers at a time. Otherwise as `KvTier.load`."""
         positions = self.positions(hashes)
         tiers = [tier for tier in self.tiers if tier.tier in positions]
         counts = await asyncio.gather(
             *(
-                tier.load([hashes[i] for i in positions[tier.tier]], [block_ids[i] for i in positions[tier.tier]])
+                tier.load(
+                    [hashes[i] for i in positions[tier.tier]],
+                    [block_ids[i] for i in positions[tier.tier]],
+                    within_s=within_s,
+                )
                 for tier in tiers
             )
         )

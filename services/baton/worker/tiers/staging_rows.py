@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 
 class StagingRows:
@@ -17,20 +16,31 @@ class StagingRows:
         self._free = list(rows)
         self._waiting: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
 
-    @asynccontextmanager
-    async def taken(self, count: int) -> AsyncIterator[list[int]]:
-        """Wait for `count` rows, at most `num_rows`, and keep them until the end of the block."""
+    async def take(self, count: int, until_s: float | None = None) -> list[int] | None:
+        """Wait for `count` rows, at most `num_rows`, which the caller must give back.
+
+        Returns None if they are not free by `until_s`, event loop time. None sets no limit.
+        """
         granted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, granted))
         self._grant()
         try:
-            yield await granted
-        finally:
+            async with asyncio.timeout_at(until_s):
+                return await granted
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._waiting = deque(each for each in self._waiting if each[1] is not granted)
             if granted.done() and not granted.cancelled():
-                self._free += granted.result()
+                self.give_back(granted.result())
             else:
-                self._waiting = deque(each for each in self._waiting if each[1] is not granted)
-            self._grant()
+                self._grant()
+            if isinstance(error, TimeoutError):
+                return None
+            raise
+
+    def give_back(self, rows: Sequence[int]) -> None:
+        """Make rows free again, when nothing reads or writes them."""
+        self._free += rows
+        self._grant()
 
     def _grant(self) -> None:
         while self._waiting and self._waiting[0][0] <= len(self._free):

@@ -17,6 +17,8 @@ LEFT_FREE_SHARE = 0.25
 """Share of the device's blocks that stay free for requests."""
 PART_BLOCKS, PART_SHARE, PART_BYTES = 64, 1 / 16, 16 * 2**20
 """Largest number of blocks, share of the device, and size of what is loaded at once."""
+PART_S = 1.0
+"""Longest time for one part. It holds its blocks, which the first request may need."""
 MEASURING_PARTS = 2
 """Parts that are loaded even if computing seems as fast: a disk is measured while processes start."""
 POLL_S = 0.05
@@ -51,7 +53,12 @@ class WarmStart:
                 await self._wait_for_requests()
                 part = [each for each in blocks[first : first + part_blocks] if self._is_missing(each)]
                 is_too_slow = first >= MEASURING_PARTS * part_blocks and not self._pays(part_blocks)
-                if is_too_slow or self._is_needed or pool.counts().free < len(part) + left_free:
+                if (
+                    is_too_slow
+                    or not self._disk.answers
+                    or self._is_needed
+                    or pool.counts().free < len(part) + left_free
+                ):
                     break
                 num_loaded += await self._load(part)
         finally:
@@ -90,7 +97,7 @@ class WarmStart:
             return 0
         num_loaded = 0
         try:
-            num_loaded = await self._disk.load_unused([each.block_hash for each in blocks], receiving)
+            num_loaded = await self._disk.load_unused([each.block_hash for each in blocks], receiving, within_s=PART_S)
             # Content may have been withdrawn since.
             num_loaded = next((i for i in range(num_loaded) if not self._disk.holds(blocks[i].block_hash)), num_loaded)
         finally:

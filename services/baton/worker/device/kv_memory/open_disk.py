@@ -97,6 +97,10 @@ def _open_store(config: WorkerConfig, shape: FileShape, staging: Bytes) -> Block
         locked = lock_block_file(directory, shape)
         file = OsFile(locked.fd)
         store = BlockFile(file, shape, locked.file_id, staging, _payloads(config))
+    except ConfigError:
+        if file is not None:
+            file.close()
+        raise
     except OSError as error:
         if file is not None:
             file.close()
@@ -117,8 +121,9 @@ def _payloads(config: WorkerConfig) -> Callable[[RawFile, Bytes], PayloadIo]:
     def nixl(file: RawFile, staging: Bytes) -> PayloadIo:
         try:
             return NixlPayloads(file, staging, backend)
-        except ImportError as error:
-            raise ConfigError(f"NIXL is not available here ({error}); use --disk-kv-io threads") from error
+        except (ImportError, OSError) as error:
+            message = f"--disk-kv-io {config.disk_kv_io} cannot be used here ({error}); use --disk-kv-io threads"
+            raise ConfigError(message) from error
 
     return nixl
 

@@ -1,0 +1,54 @@
+"""`NixlPayloads`: a copy that never ends fails after its limit, and so do all later ones."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.transfer.backends.host_memory import allocate_private
+from baton.worker.disk import nixl_payloads
+from baton.worker.disk.nixl_payloads import NixlPayloads
+from baton.worker.disk.os_file import OsFile
+
+pytestmark = pytest.mark.integration
+BLOCK_BYTES, NUM_ROWS = 4096, 4
+
+
+class NeverEnds:
+    """An agent of NIXL whose copies stay in progress."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def check_xfer_state(self, handle: Any) -> str:
+        return "PROC"
+
+    def transfer(self, handle: Any) -> str:
+        self._agent.transfer(handle)
+        return "PROC"
+
+
+def test_after_a_copy_that_never_ends_all_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.open(tmp_path / "kv", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, NUM_ROWS * BLOCK_BYTES)
+    file, staging = OsFile(fd), allocate_private(NUM_ROWS, BLOCK_BYTES)
+    staging.kv[:] = 7
+    payloads = NixlPayloads(file, staging.kv)
+    payloads.write([0], [BLOCK_BYTES])
+    assert os.pread(fd, BLOCK_BYTES, BLOCK_BYTES) == bytes([7]) * BLOCK_BYTES
+    agent = payloads._agent
+    monkeypatch.setattr(nixl_payloads, "_MAX_COPY_S", 0.01)
+    payloads._agent = NeverEnds(agent)
+    with pytest.raises(OSError, match=r"has not ended within 0\.01 s"):
+        payloads.read([0], [0])
+    payloads._agent = agent
+    for copy in (lambda: payloads.read([0], [0]), lambda: payloads.write([0], [0])):
+        with pytest.raises(OSError, match="restart the worker"):
+            copy()
+    payloads.close()
+    file.close()
+    staging.close()
