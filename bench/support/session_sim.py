@@ -21,8 +21,9 @@ from loadgen.plan.prompt_tokens import tokens_of
 BLOCK_SIZE_TOKENS = 16
 BLOCK_BYTES = sim_layout(BLOCK_SIZE_TOKENS).block_bytes
 DEVIATION = 0.3
-RELOAD_GAIN = 8.0
-"""A block is reloaded so many times faster than it is computed, about as for an 8B model over PCIe 4.0."""
+RELOAD_GAIN, DISK_GAIN = 8.0, 2.0
+"""Time to compute a block over that to reload it: from host memory about as for an 8B model over PCIe 4.0,
+from a disk about as from one NVMe disk."""
 START_S = 1.0
 """The workers have joined by then."""
 
@@ -55,6 +56,8 @@ class SimTiers:
 
     workers: hybrid workers. pairs: prefill workers, and as many decode workers.
     policy: as in `--policy`.
+    reload_gain, disk_gain: how many times faster a block is reloaded from host memory, and from a disk, than
+        it is computed.
     """
 
     workers: int
@@ -64,6 +67,8 @@ class SimTiers:
     pairs: int = 0
     retain_blocks: int | None = None
     policy: str = "kv_centric"
+    reload_gain: float = RELOAD_GAIN
+    disk_gain: float = DISK_GAIN
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +126,8 @@ class SessionCluster:
             num_blocks=tiers.device_blocks,
             max_model_len=1024,
             step=cost,
-            copy_bytes_per_s=RELOAD_GAIN * BLOCK_BYTES / block_s,
+            copy_bytes_per_s=tiers.reload_gain * BLOCK_BYTES / block_s,
+            disk_bytes_per_s=tiers.disk_gain * BLOCK_BYTES / block_s,
         )
         self.cluster = SimCluster(config, model, seed)
 

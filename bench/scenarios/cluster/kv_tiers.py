@@ -1,12 +1,13 @@
 """Simulates a working set that exceeds device memory, with and without slower tiers.
 
 python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FILE] [--seconds 300]
-[--ratio 1.3] [--cells none,host,host_blind,host_disk] [--seeds 1,2,3] [--json]
+[--ratio 1.3] [--gain 8] [--cells none,host,host_blind,host_disk] [--seeds 1,2,3] [--json]
 
 The cluster is simulated (`baton.sim`), with 2 prefill and 2 decode workers. Gateway, scheduler and workers
 are real; devices, links, copies and disks take virtual time. The true costs of steps deviate by 30 % from the
 model that policies predict with, and each step deviates at random by as much. The working set is `--ratio`
-times the memory of all devices.
+times the memory of all devices. Host memory returns a block `--gain` times faster than it is computed, a disk
+twice as fast.
 
 none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to GPU
   memory in servers. host_blind: the same, placed without knowledge of slower tiers. host_disk: a host tier of
@@ -31,7 +32,7 @@ from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from bench.support.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
-from bench.support.session_sim import BLOCK_SIZE_TOKENS, Played, SimTiers, play
+from bench.support.session_sim import BLOCK_SIZE_TOKENS, RELOAD_GAIN, Played, SimTiers, play
 from loadgen.plan import draws
 from loadgen.plan.arrivals import poisson
 from loadgen.plan.plan import Generated, Plan, PlannedRequest
@@ -123,9 +124,9 @@ def working_set(plan: Plan, seconds: float) -> float:
     return float(sum(sizes.values()))
 
 
-def tiers_of(cell: str, device_blocks: int) -> SimTiers:
-    """Return the tiers of a cell."""
-    tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0)
+def tiers_of(cell: str, device_blocks: int, gain: float) -> SimTiers:
+    """Return the tiers of a cell. `gain`: that of reloads from host memory."""
+    tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0, reload_gain=gain)
     if cell == "host_disk":
         return replace(tiers, host_blocks=device_blocks, disk_blocks=LARGE_TIER * device_blocks)
     if cell == "none":
@@ -159,6 +160,9 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--seconds", type=float, default=300.0, help="arrivals, in virtual seconds")
     parser.add_argument("--ratio", type=float, default=1.3, help="working set over the memory of all devices")
+    parser.add_argument(
+        "--gain", type=float, default=RELOAD_GAIN, help="time to compute a block over that to reload it"
+    )
     parser.add_argument("--cells", default=",".join(CELLS))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--json", action="store_true")
@@ -173,7 +177,7 @@ def main() -> None:
         device_blocks = max(80, int(tokens / (2 * PAIRS) / BLOCK_SIZE_TOKENS))
         for cell in arguments.cells.split(","):
             logger.handlers = [ratios := ReloadRatios()]
-            played = play(plan, tiers_of(cell, device_blocks), "value", seed=seed)
+            played = play(plan, tiers_of(cell, device_blocks, arguments.gain), "value", seed=seed)
             found = {"seed": seed, "load": arguments.load, "cell": cell, "device_blocks": device_blocks}
             found |= row(plan, played, ratios.values, arguments.seconds)
             print(json.dumps(found) if arguments.json else found, flush=True)

@@ -21,7 +21,7 @@ from baton.gateway.gateway_service import GatewayService
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.runtime.config.settings import ClusterConfig, WorkerConfig
 from baton.scheduler.scheduler_service import Scheduler
-from baton.sim.sim_disk import SimDisk
+from baton.sim.sim_disk import DISK_BYTES_PER_S, SimDisk
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_network import Delays, SimNetwork
@@ -62,7 +62,7 @@ class SimModel:
 
     windows: number of tokens that each group of its layers sees, 0 for all. num_blocks: over all groups.
     draft: step cost of a draft model, which knows no rules; None: there is none.
-    copy_bytes_per_s: speed of copies between the device and the host tier.
+    copy_bytes_per_s, disk_bytes_per_s: speed of copies between the device and the host tier, and of disks.
     has_fixed_addresses: a process that is started again has the address of its predecessor.
     two_sided: owners of KV take part in reads of it.
     """
@@ -75,6 +75,7 @@ class SimModel:
     step: SimStepCost = field(default_factory=SimStepCost)
     link: LinkModel = field(default_factory=LinkModel)
     copy_bytes_per_s: float = COPY_BYTES_PER_S
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
     delays: Delays = field(default_factory=Delays)
     clocks: ClockModel = field(default_factory=ClockModel)
     has_fixed_addresses: bool = False
@@ -225,7 +226,9 @@ class SimCluster(InProcessCluster):
         num_disk_slots = (config.disk_kv_size or 0) // layout.block_bytes
         if num_disk_slots and worker.worker_id not in self.disks:
             seed = self._disk_rng.getrandbits(64)
-            self.disks[worker.worker_id] = SimDisk(num_disk_slots, config.block_size_tokens, seed)
+            self.disks[worker.worker_id] = SimDisk(
+                num_disk_slots, config.block_size_tokens, seed, model.disk_bytes_per_s
+            )
         disk = self.disks.get(worker.worker_id)
         if tier is not None:
             self.host_memories[worker.worker_id] = tier.memory

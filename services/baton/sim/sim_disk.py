@@ -39,10 +39,13 @@ class SimDisk:
     """The disk of one worker, used by one process at a time.
 
     latency_s: of a read
+    bytes_per_s: of all reads together, and of writes
     write_begun: set when a write begins
     """
 
-    def __init__(self, num_slots: int, block_size_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, num_slots: int, block_size_tokens: int, seed: int = 0, bytes_per_s: float = DISK_BYTES_PER_S
+    ) -> None:
         shape = FileShape(
             num_slots=num_slots,
             block_bytes=SLOT_BYTES * block_size_tokens,
@@ -50,7 +53,7 @@ class SimDisk:
             model=b"simulated model.",
         )
         self.file = SimFile(shape)
-        self.latency_s = READ_LATENCY_S
+        self.latency_s, self.bytes_per_s = READ_LATENCY_S, bytes_per_s
         self.write_begun = asyncio.Event()
         self.store: AuditedBlockFile | None = None
         self._rng = Random(seed)
@@ -180,7 +183,7 @@ class _SimDiskRunner:
 
     async def read(self, job: Callable[[], ResultT], num_bytes: int) -> ResultT:
         async with self._readers:
-            return await _after(self._disk.latency_s + num_bytes * NUM_READERS / DISK_BYTES_PER_S, job)
+            return await _after(self._disk.latency_s + num_bytes * NUM_READERS / self._disk.bytes_per_s, job)
 
     async def write(self, job: Callable[[], ResultT], num_bytes: int) -> ResultT:
         async with self._writer:
@@ -188,7 +191,7 @@ class _SimDiskRunner:
             if num_bytes:
                 self._disk.write_begun.set()
             try:
-                return await _after(READ_LATENCY_S + num_bytes / DISK_BYTES_PER_S, job)
+                return await _after(READ_LATENCY_S + num_bytes / self._disk.bytes_per_s, job)
             finally:
                 self._writing = None
 
