@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from bench.scenarios.cluster.session_cache import Figures, Setup, figures, setup
-from bench.support.session_sim import ONE_OFF_TOKENS, Eviction, SimTiers, flood, play
+from bench.support.sessions.session_sim import ONE_OFF_TOKENS, Eviction, SimTiers, flood, play
 from tests.scale import sized
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]

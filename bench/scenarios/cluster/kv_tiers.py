@@ -31,8 +31,9 @@ from baton.core.cluster.cluster_snapshot import ClusterSnapshot, Overlap
 from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
-from bench.support.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
-from bench.support.session_sim import BLOCK_SIZE_TOKENS, RELOAD_GAIN, Played, SimTiers, play
+from bench.support.sessions.reload_ratios import deciles
+from bench.support.sessions.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
+from bench.support.sessions.session_sim import BLOCK_SIZE_TOKENS, RELOAD_GAIN, Played, SimTiers, play
 from loadgen.plan import draws
 from loadgen.plan.arrivals import poisson
 from loadgen.plan.plan import Generated, Plan, PlannedRequest
@@ -139,7 +140,7 @@ def row(plan: Plan, played: Sequence[Played], ratios: Sequence[float], seconds: 
     """Return the figures of the requests after the first third, which fills the tiers."""
     counted = [each for each, at_s in zip(played, planned_times_s(plan), strict=True) if at_s >= seconds / 3]
     ttfts_s = sorted(float(each.ttft_s) for each in counted)
-    quantiles = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [float("nan")] * 9
+    p10, p50, p90 = deciles(ratios)
     return {
         "requests": len(counted),
         "hits": round(sum(e.num_cached_tokens for e in counted) / sum(e.num_prompt_tokens for e in counted), 4),
@@ -147,9 +148,9 @@ def row(plan: Plan, played: Sequence[Played], ratios: Sequence[float], seconds: 
         "median_ttft_ms": round(1e3 * statistics.median(ttfts_s), 2),
         "p90_ttft_ms": round(1e3 * ttfts_s[int(0.9 * len(ttfts_s))], 2),
         "reloads": len(ratios),
-        "reload_ratio_p10": round(float(quantiles[0]), 3),
-        "reload_ratio_p50": round(float(quantiles[4]), 3),
-        "reload_ratio_p90": round(float(quantiles[8]), 3),
+        "reload_ratio_p10": round(p10, 3),
+        "reload_ratio_p50": round(p50, 3),
+        "reload_ratio_p90": round(p90, 3),
     }
 
 

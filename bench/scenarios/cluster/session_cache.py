@@ -23,8 +23,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.support.session_plans import planned_times_s, session_plan, working_set_tokens
-from bench.support.session_sim import (
+from bench.support.sessions.session_plans import planned_times_s, session_plan, working_set_tokens
+from bench.support.sessions.session_sim import (
     BLOCK_SIZE_TOKENS,
     ONE_OFF_TOKENS,
     Eviction,

@@ -1,0 +1,1 @@
+"""Plans of sessions, their simulation, and what their reloads took."""
