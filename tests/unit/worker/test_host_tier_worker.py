@@ -19,6 +19,7 @@ from baton.sim.sim_tier import COPY_BYTES_PER_S
 from baton.worker.jobs.leg import chain_root
 from baton.worker.tiers.running_calls import MAX_STOP_S
 from baton.worker.worker_metrics import WorkerMetrics
+from tests import builders
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.scripted_gateway import Gateway
@@ -84,6 +85,24 @@ async def test_an_evicted_prompt_is_reloaded() -> None:
         assert sum(cached.values()) == NUM_BLOCKS * BLOCK
         assert cached[Tier.HOST.value] > 0
         assert host.reloads.totals.reloaded_tokens == cached[Tier.HOST.value]
+        await simulated.until_clean()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 8, 13])
+@virtual
+async def test_copies_end_although_the_host_tier_is_full(num_slots: int) -> None:
+    """Copies of idle blocks must not displace each other for ever."""
+    async with cluster() as simulated:
+        host = await start(
+            simulated, host_kv_memory=num_slots * builders.windowed_layout((0, 0), block_size_tokens=BLOCK).block_bytes
+        )
+        for prompt in (0, 1, 2, 1, 0, 3):
+            await host.answer(prompt)
+        await asyncio.sleep(1)
+        num_stored = host.tier.totals.stored_blocks
+        assert num_stored >= num_slots
+        await asyncio.sleep(10)
+        assert host.tier.totals.stored_blocks == num_stored
         await simulated.until_clean()
 
 

@@ -158,14 +158,10 @@ class ValueOrder:
             heappush(self._by_value[False], ranked)
         return found
 
-    def rate_of_first(self) -> float:
-        """Return the chance per second that the owner of what is evicted next returns.
-
-        -1 if another tier has a copy of that, or if there is no content.
-        """
-        first = next(iter(self.first(1)), None)
-        group = None if first is None else self._group_of[first]
-        return -1.0 if group is None or group.has_copy else group.rate
+    def rate_of(self, block_id: int) -> float | None:
+        """Return the chance per second that the owner of content returns; None if it is not in this order."""
+        group = self._group_of.get(block_id)
+        return None if group is None else group.rate
 
     def copy_changed(self, block_id: int) -> None:
         group = self._group_of.get(block_id)

@@ -99,13 +99,23 @@ class Retention:
 
         While the host tier has free slots, copies displace nothing. Later they are made only of blocks that
         are evicted next, so that the tiers do not hold the same content, and only if they displace what
-        returns less likely.
+        returns less likely, or the copy of a block that is in use or retained.
         """
         on_device, in_host = self._on_device, self._in_host
         if on_device is None or in_host is None or self._tier is None or self._tier.slots.has_free:
             return None
         num_lacking = self._reserve - self._pool.counts().free - on_device.num_copied
-        return on_device.first_without_copy(min(num_lacking, MAX_TO_COPY), in_host.rate_of_first())
+        displaced = next(iter(in_host.first(1)), None)
+        if num_lacking <= 0 or displaced is None:
+            return []
+        block_id = self._pool.find(self._tier.slots.hash_of(displaced))
+        if block_id is None:
+            above_rate = in_host.rate_of(displaced) or 0.0
+        elif block_id in on_device:
+            return []  # a copy instead of another one: the two would displace each other for ever
+        else:
+            above_rate = -1.0
+        return on_device.first_without_copy(min(num_lacking, MAX_TO_COPY), above_rate)
 
     def _order(self, inner: EvictionOrder, size: int, block_bytes: int) -> RetainingOrder:
         return RetainingOrder(inner, clock=self._clock, size=size, tenant_blocks=self.tenant_blocks(size, block_bytes))

@@ -122,9 +122,9 @@ class Rig:
         assert self.order.first(count, excluded) == self.expected(count, excluded)
         above_rate = self.rng.choice([-1.0, self.rng.random()])
         assert self.order.first_without_copy(count, above_rate) == self.expected_without_copy(count, above_rate)
-        first = next(iter(self.expected(1, set())), None)
-        is_alone = first is not None and first not in self.copies
-        assert self.order.rate_of_first() == (self.rate(self.naive[first][0]) if is_alone else -1.0)
+        for block_id in range(20):
+            known = self.naive.get(block_id)
+            assert self.order.rate_of(block_id) == (None if known is None else self.rate(known[0]))
         assert self.order.num_copied == len(self.copies & self.naive.keys())
         assert sorted(self.order.ids()) == sorted(self.naive)
         assert len(self.order) == len(self.naive)
