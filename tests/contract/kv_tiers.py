@@ -17,6 +17,9 @@ from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.tiers.kv_tier import BlockToStore, KvTier, TierCounts
 from baton.model.device.host_staging import DeviceCopies
 from baton.model.device.kv_tensors import KvCache
+from baton.sim.sim_disk import SimDisk
+from baton.sim.sim_memory import EMPTY, SimMemory
+from baton.sim.sim_tier import SimTierMemory
 from baton.transfer.backends.host_memory import Bytes, allocate_private
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
 from baton.worker.disk.block_file import BlockFile
@@ -28,10 +31,11 @@ from baton.worker.disk.os_file import OsFile, RawFile
 from baton.worker.disk.payload_io import PayloadIo, PlainPayloads
 from baton.worker.tiers.disk_tier import DiskTier
 from baton.worker.tiers.host_tier import HostTier
-from baton.worker.tiers.tier_copies import CopyThread, HostCopies, TierCopies
+from baton.worker.tiers.tier_copies import CopyRunner, CopyThread, HostCopies, TierCopies
 from tests import builders
 
 NUM_BLOCKS, NUM_SLOTS = 16, 8
+BLOCK_SIZE_TOKENS = 4
 LAYOUT = builders.layout()
 WORKER = builders.worker_ref("p0", epoch=7)
 
@@ -49,6 +53,36 @@ class Device:
 
     def holds(self, block_id: int, seed: int) -> bool:
         return bytes(self.blocks[block_id]) == Random(seed).randbytes(LAYOUT.block_bytes)
+
+    def clear(self) -> None:
+        self.blocks[:] = 0
+
+    def is_clear(self, block_id: int) -> bool:
+        return not self.blocks[block_id].any()
+
+
+class SimDevice(Device):
+    """A tier beside simulated device memory."""
+
+    def __init__(self, *, tier: KvTier, memory: SimMemory, faults: "Faults") -> None:
+        self.tier, self.memory, self.faults = tier, memory, faults
+
+    def fill(self, block_id: int, seed: int) -> None:
+        self.memory.write_block(block_id, self._content(seed))
+
+    def holds(self, block_id: int, seed: int) -> bool:
+        return self.memory.block(block_id) == self._content(seed)
+
+    def clear(self) -> None:
+        for block_id in range(self.memory.num_blocks):
+            self.memory.write_block(block_id, [EMPTY] * self.memory.block_size_tokens)
+
+    def is_clear(self, block_id: int) -> bool:
+        return set(self.memory.block(block_id)) == {EMPTY}
+
+    def _content(self, seed: int) -> tuple[int, ...]:
+        rng = Random(seed)
+        return tuple(rng.getrandbits(60) for _ in range(self.memory.block_size_tokens))
 
 
 class Faults:
@@ -84,6 +118,10 @@ class MemoryTier:
     def counts(self) -> TierCounts:
         held, busy = len(self._content), len(self._filling)
         return TierCounts(total=NUM_SLOTS, free=NUM_SLOTS - held - busy, held=held, busy=busy)
+
+    @property
+    def answers(self) -> bool:
+        return True
 
     def holds(self, block_hash: BlockHash) -> bool:
         return block_hash in self._content
@@ -180,7 +218,7 @@ async def passed(faults: Faults) -> bool:
 class GatedRunner:
     """A `CopyRunner` that stops and fails copies before it gives them to `inner`, or to the event loop."""
 
-    def __init__(self, faults: Faults, inner: CopyThread | None) -> None:
+    def __init__(self, faults: Faults, inner: CopyRunner | None) -> None:
         self._faults, self._inner = faults, inner
 
     async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
@@ -268,12 +306,38 @@ async def disk_tier(payloads: Callable[[RawFile, Bytes], PayloadIo], *, in_threa
     memory.close()
 
 
+@asynccontextmanager
+async def simulated_host_tier() -> AsyncIterator[Device]:
+    faults, device = Faults(), SimMemory(NUM_BLOCKS, BLOCK_SIZE_TOKENS)
+    tier = SimTierMemory.of(WORKER, NUM_SLOTS, BLOCK_SIZE_TOKENS).open(WORKER, device, LAYOUT.block_bytes)
+    tier._runner = GatedRunner(faults, tier._runner)
+    yield SimDevice(tier=tier, memory=device, faults=faults)
+    await tier.aclose()
+    tier.slots.check()
+
+
+@asynccontextmanager
+async def simulated_disk_tier() -> AsyncIterator[Device]:
+    faults, device = Faults(), SimMemory(NUM_BLOCKS, BLOCK_SIZE_TOKENS)
+    disk = SimDisk(NUM_SLOTS, BLOCK_SIZE_TOKENS)
+    tier = disk.open(WORKER, device, LAYOUT.block_bytes)
+    tier._copy_runner = GatedRunner(faults, tier._copy_runner)
+    yield SimDevice(tier=tier, memory=device, faults=faults)
+    await tier.aclose()
+    tier.slots.check()
+    assert disk.store is not None
+    disk.store.check()
+    assert not tier.defects
+
+
 TIERS: dict[str, Callable[[], Any]] = {
     "memory": memory_tier,
     "host": partial(host_tier, HostCopies, in_thread=True),
     "host-torch": partial(host_tier, _torch_copies, in_thread=True),
-    "simulated": partial(host_tier, HostCopies, in_thread=False),
+    "host-in-loop": partial(host_tier, HostCopies, in_thread=False),
+    "host-simulated": simulated_host_tier,
     "disk": partial(disk_tier, PlainPayloads, in_thread=True),
     "disk-nixl": partial(disk_tier, NixlPayloads, in_thread=True),
     "disk-in-loop": partial(disk_tier, PlainPayloads, in_thread=False),
+    "disk-simulated": simulated_disk_tier,
 }

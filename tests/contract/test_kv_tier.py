@@ -44,10 +44,10 @@ async def stored(device: Device, *hashes: bytes) -> None:
 @on_every_tier
 async def test_what_was_stored_is_loaded_into_other_blocks(device: Device) -> None:
     await stored(device, A, B, C)
-    device.blocks[:] = 0
+    device.clear()
     assert await device.tier.load([B, A, C], [9, 4, 8]) == 3
     assert [device.holds(9, 1), device.holds(4, 0), device.holds(8, 2)] == [True] * 3
-    assert not device.blocks[[0, 1, 2, 3, 5, 6, 7]].any()
+    assert all(device.is_clear(block_id) for block_id in (0, 1, 2, 3, 5, 6, 7))
 
 
 @on_every_tier
