@@ -6,8 +6,8 @@ python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FIL
 The cluster is simulated (`baton.sim`), with 2 prefill and 2 decode workers. Gateway, scheduler and workers
 are real; devices, links, copies and disks take virtual time. The true costs of steps deviate by 30 % from the
 model that policies predict with, and each step deviates at random by as much. The working set is `--ratio`
-times the memory of all devices. Host memory returns a block `--gain` times faster than it is computed, a disk
-twice as fast.
+times the memory of all devices. A block is reloaded from host memory `--gain` times faster than it is
+computed; from a disk, that takes four times as long.
 
 none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to GPU
   memory in servers. host_blind: the same, placed without knowledge of slower tiers. host_disk: a host tier of
@@ -33,7 +33,7 @@ from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from bench.support.sessions.reload_ratios import deciles
 from bench.support.sessions.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
-from bench.support.sessions.session_sim import BLOCK_SIZE_TOKENS, RELOAD_GAIN, Played, SimTiers, play
+from bench.support.sessions.session_sim import BLOCK_SIZE_TOKENS, DISK_GAIN, RELOAD_GAIN, Played, SimTiers, play
 from loadgen.plan import draws
 from loadgen.plan.arrivals import poisson
 from loadgen.plan.plan import Generated, Plan, PlannedRequest
@@ -127,7 +127,8 @@ def working_set(plan: Plan, seconds: float) -> float:
 
 def tiers_of(cell: str, device_blocks: int, gain: float) -> SimTiers:
     """Return the tiers of a cell. `gain`: that of reloads from host memory."""
-    tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0, reload_gain=gain)
+    tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0)
+    tiers = replace(tiers, reload_gain=gain, disk_gain=gain * DISK_GAIN / RELOAD_GAIN)
     if cell == "host_disk":
         return replace(tiers, host_blocks=device_blocks, disk_blocks=LARGE_TIER * device_blocks)
     if cell == "none":

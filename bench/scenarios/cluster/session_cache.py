@@ -23,6 +23,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.core.request_limits import MAX_RETAIN_S
 from bench.support.sessions.session_plans import planned_times_s, session_plan, working_set_tokens
 from bench.support.sessions.session_sim import (
     BLOCK_SIZE_TOKENS,
@@ -109,7 +110,7 @@ def main() -> None:
         num_prompts = 4 * given.tiers.num_tokens // ONE_OFF_TOKENS
         for policy in POLICIES:
             found = figures(given, play(given.plan, given.tiers, policy, seed=seed))
-            kept = flood(given.tiers, policy, retain_s=1e6, num_prompts=num_prompts, seed=seed)
+            kept = flood(given.tiers, policy, retain_s=MAX_RETAIN_S, num_prompts=num_prompts, seed=seed)
             lost = flood(given.tiers, policy, retain_s=None, num_prompts=num_prompts, seed=seed)
             rows.append(
                 {
