@@ -370,7 +370,8 @@ ROWS = [
                 unit="s",
             ),
             Panel(
-                title="Event loop tasks", queries={"{{service}} {{instance}}": f"baton_event_loop_tasks * {SERVICE}"}
+                title="Event loop tasks",
+                queries={"{{service}} {{instance}}": f"sum without (function) (baton_event_loop_tasks) * {SERVICE}"},
             ),
             Panel(
                 title="Workers by role and state",
