@@ -68,12 +68,24 @@ def test_flags_and_tenant_of_a_block_are_kept(tmp_path: Path) -> None:
 def test_headers_that_cannot_be_read_cost_only_their_page(tmp_path: Path) -> None:
     shape = replace(SHAPE, num_slots=3 * HEADERS_OF_PAGE)
 
+    bad = shape.header_offset(HEADERS_OF_PAGE)
+
     class BadSector(OsFile):
+        """Has a page that cannot be read until it is written as a whole."""
+
+        is_bad = True
+
         def read_into(self, buffer: Any, offset: int) -> None:
-            bad = shape.header_offset(HEADERS_OF_PAGE)
-            if offset <= bad < offset + len(buffer):
+            if self.is_bad and offset <= bad < offset + len(buffer):
                 raise OSError(errno.EIO, "Input/output error")
             super().read_into(buffer, offset)
+
+        def write(self, data: Any, offset: int) -> None:
+            if self.is_bad and bad <= offset < bad + PAGE_BYTES:
+                if len(data) < PAGE_BYTES:
+                    raise OSError(errno.EIO, "Input/output error")
+                self.is_bad = False
+            super().write(data, offset)
 
     opened = Opened(tmp_path, shape)
     opened.write({0: 1, HEADERS_OF_PAGE + 1: 2, 2 * HEADERS_OF_PAGE: 3})
@@ -81,6 +93,9 @@ def test_headers_that_cannot_be_read_cost_only_their_page(tmp_path: Path) -> Non
     again = Opened(tmp_path, shape, BadSector)
     assert [header.slot for header in again.file.held] == [0, 2 * HEADERS_OF_PAGE]
     assert again.file.defects == {DiskDefect.READ_ERROR: 1}
+    again.write({HEADERS_OF_PAGE + 1: 4})
+    assert len(again.load_all()) == 2
+    assert again.file.erase(TENANTS[0]) > 0
 
 
 def test_the_later_of_two_headers_with_one_hash_counts(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ fails the test.
 
 import asyncio
 import errno
-import math
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from baton.sim.sim_disk import STAGING_ROWS
 from baton.worker.disk.disk_format import DiskDefect
 from baton.worker.tiers import warm_start
 from baton.worker.tiers.clear_tenant import RETRY_S, clear_tenant
-from baton.worker.tiers.disk_tier import STORE_PAUSE_S, DiskTier
+from baton.worker.tiers.disk_tier import REMEASURE_S, SILENT_S, STORE_PAUSE_S, DiskTier
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, Node, cluster
 from tests.unit.worker.test_host_tier_worker import MIB, NUM_BLOCKS, Host
@@ -190,8 +189,10 @@ async def test_a_disk_that_does_not_answer_keeps_no_blocks_and_delays_one_job() 
         simulated.disks["p"].latency_s = 1000.0
         began_s = loop.time()
         assert await host.answer(0) == {}
-        first_s, began_s = loop.time() - began_s, loop.time()
-        assert (disk.answers, disk.load_s(1)) == (False, math.inf)
+        first_s = loop.time() - began_s
+        await asyncio.sleep(SILENT_S)
+        assert not disk.answers
+        began_s = loop.time()
         for prompt in (1, 2):
             assert await host.answer(prompt) == {}
         assert (loop.time() - began_s) / 2 < first_s
@@ -202,6 +203,28 @@ async def test_a_disk_that_does_not_answer_keeps_no_blocks_and_delays_one_job() 
         await asyncio.sleep(1000)
         assert disk.answers
         assert sum((await host.answer(0)).values()) == ALL_CACHED
+        await simulated.until_clean()
+
+
+@pytest.mark.fault("F-60")
+@pytest.mark.usefixtures("cold_start")
+@virtual
+async def test_a_disk_that_became_slow_is_left_alone_until_it_is_tried_again() -> None:
+    async with cluster() as simulated:
+        await answered(await start(simulated), 0, 1, 2)
+        host = await restarted(simulated)
+        await asyncio.sleep(1)
+        simulated.disks["p"].latency_s = SILENT_S / 2
+        for prompt in (0, 1, 2, 0, 1):
+            await host.answer(prompt)
+            await asyncio.sleep(SILENT_S)
+        totals = host.reloads.totals
+        assert disk_of(host.node).answers
+        assert 1 <= totals.late == totals.reloads <= 2
+        simulated.disks["p"].latency_s = 0.0001
+        await asyncio.sleep(REMEASURE_S)
+        await host.answer(2)
+        assert totals.reloads > totals.late
         await simulated.until_clean()
 
 

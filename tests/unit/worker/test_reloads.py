@@ -24,6 +24,8 @@ CHAIN = [bytes([n + 1]) * 16 for n in range(4)]
 class GatedTier:
     """The calls of a `KvTier` that reloads make. Its loads end when they are let through."""
 
+    answers = True
+
     def __init__(self, tier: Tier, content: Sequence[BlockHash]) -> None:
         self.tier, self.content = tier, set(content)
         self.gate = asyncio.Event()

@@ -15,6 +15,8 @@ A, B, C, D, E = (bytes([n]) * 16 for n in range(1, 6))
 class FixedTier:
     """A tier that holds some hashes, and loads `num_good` of those that it is asked for."""
 
+    answers = True
+
     def __init__(self, tier: Tier, held: Sequence[bytes], block_s: float | None = 1.0, num_good: int = 99) -> None:
         self.tier, self._held, self._block_s, self._num_good = tier, held, block_s, num_good
         self.asked: list[tuple[bytes, int]] = []

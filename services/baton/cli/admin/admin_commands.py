@@ -183,8 +183,8 @@ def stats(as_json: bool, choice: GatewayChoice, context: AdminContext) -> None:
 def clear(tenant: str, choice: GatewayChoice, context: AdminContext) -> None:
     """Erase the cached KV of a tenant on all workers and their disks.
 
-    Returns when the command was sent. Each worker logs `tenant_erased` when it has done it, or
-    `tenant_not_erased` if its disk fails. KV that running requests compute is cached again.
+    Returns when the command was sent. Each worker logs `tenant_erased` at the end, or `tenant_not_erased` if
+    its disk fails. KV that running requests compute is cached again.
     """
     gateway = _locate(choice, context, must_be_unique=True)
     worker_ids = _call(gateway, context, lambda client: client.clear_tenant(tenant))

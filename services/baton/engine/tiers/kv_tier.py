@@ -60,12 +60,17 @@ class KvTier(Protocol):
         not count."""
         ...
 
+    @property
+    def answers(self) -> bool:
+        """False while reads of a disk do not end. Nothing is loaded then, and nothing should be planned."""
+        ...
+
     def counts(self) -> TierCounts:
         """Return the number of slots in each state."""
         ...
 
     def holds(self, block_hash: BlockHash) -> bool:
-        """Return True if the content can be loaded now."""
+        """Return True if the tier has the content."""
         ...
 
     def load_s(self, num_blocks: int) -> float | None:

@@ -27,6 +27,10 @@ class LoadThroughput:
         """Drop what was measured. Loads that run are counted when they end."""
         self._speed, self._part_s = CopySpeed(), None
 
+    def forget_parts(self) -> None:
+        """Drop what parts took, so that the next load is predicted by its bytes."""
+        self._part_s = None
+
     def predicted_s(self, num_bytes: int) -> float | None:
         """Return the predicted time of a load without others before it; None before the first."""
         if self.s_per_byte is None:

@@ -28,13 +28,15 @@ from baton.worker.disk.disk_format import (
     latest_headers,
     payload_checksum,
 )
-from baton.worker.disk.os_file import RawFile, ShortRead
+from baton.worker.disk.os_file import NoAnswer, RawFile, ShortRead
 from baton.worker.disk.payload_io import PayloadIo, PlainPayloads
 
 log = get_logger(__name__)
 
 _REGION_BYTES = 4 * 2**20
 """Bytes of headers that are read at a time."""
+MAX_BAD_PAGES = 16
+"""Most pages of headers that may be unreadable. A disk with more has failed."""
 _ERASED_AT_ONCE = 64
 """Slots that are overwritten before the disk is waited for."""
 
@@ -54,7 +56,9 @@ class BlockFile:
         staging: Bytes,
         payloads: Callable[[RawFile, Bytes], PayloadIo] = PlainPayloads,
     ) -> None:
-        """Take ownership of `file` and read its headers. Slots whose headers cannot be read are empty.
+        """Take ownership of `file` and read its headers. Raises OSError if they cannot be read.
+
+        A few pages that cannot be read are overwritten, which makes their slots empty.
 
         staging: [num_rows, block_bytes] uint8, between which and the slots payloads are copied
         """
@@ -62,6 +66,7 @@ class BlockFile:
         self.num_slots = shape.num_slots
         self.staging = staging
         self.defects: Counter[DiskDefect] = Counter()
+        self._num_bad_pages = 0
         self._file, self._file_id = file, file_id
         self._payloads = payloads(file, staging)
         self._lock = threading.Lock()  # headers and `_last_sequence`
@@ -121,11 +126,13 @@ class BlockFile:
         """Read the payloads of slots with these hashes into rows of the staging buffer.
 
         Returns for each what is wrong with it, or None. The caller counts the defects: the slot may have been
-        given to other content meanwhile.
+        given to other content meanwhile. Raises NoAnswer.
         """
         slots = list(hashes)
         try:
             self._payloads.read([self.shape.payload_offset(slot) for slot in slots], rows)
+        except NoAnswer:
+            raise
         except OSError as error:
             if len(slots) == 1:
                 return [DiskDefect.TRUNCATED if isinstance(error, ShortRead) else DiskDefect.READ_ERROR]
@@ -163,6 +170,7 @@ class BlockFile:
         """
         num_erased = 0
         try:
+            self._payloads.check()
             for first, region in self._regions():
                 slots = [
                     found[0]
@@ -223,12 +231,19 @@ class BlockFile:
             yield from self._headers_of(range(first, min(first + per_region, self.num_slots)))
 
     def _headers_of(self, slots: range) -> Iterator[SlotHeader | DiskDefect]:
-        """Yield the headers of some slots. If they cannot be read at once, they are read in pages."""
+        """Yield the headers of some slots. If they cannot be read at once, they are read in pages.
+
+        A page that cannot be read is overwritten: most disks replace a bad sector when all of it is written.
+        """
         try:
             region = self._region(slots)
         except OSError:
             per_page = PAGE_BYTES // HEADER_BYTES
             if len(slots) <= per_page:
+                self._num_bad_pages += 1
+                if self._num_bad_pages > MAX_BAD_PAGES:
+                    raise
+                self._file.write(bytes(PAGE_BYTES), self.shape.header_offset(slots.start))
                 yield DiskDefect.READ_ERROR
                 return
             for first in range(slots.start, slots.stop, per_page):
@@ -268,6 +283,6 @@ class BlockFile:
 
 
 def defect_of_write(error: OSError) -> DiskDefect:
-    """Return as what an error of a write counts. A limit of the user or of the process counts as no space."""
+    """Return the defect of a failed write. A limit of the user or of the process counts as no space."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return DiskDefect.NO_SPACE if is_full else DiskDefect.WRITE_ERROR

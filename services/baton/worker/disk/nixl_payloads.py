@@ -18,7 +18,7 @@ from baton.runtime.logging import get_logger
 from baton.transfer.backends.host_memory import Bytes
 from baton.transfer.backends.nixl.nixl_agent import new_agent
 from baton.transfer.backends.nixl.nixl_memory import HOST_SEGMENT
-from baton.worker.disk.os_file import OsFile, RawFile, ShortRead
+from baton.worker.disk.os_file import NoAnswer, OsFile, RawFile, ShortRead
 
 log = get_logger(__name__)
 
@@ -66,6 +66,10 @@ class NixlPayloads:
     def write(self, rows: Sequence[int], offsets: Sequence[int]) -> None:
         self._copy("WRITE", rows, offsets)
 
+    def check(self) -> None:
+        if self._is_stuck:
+            raise NoAnswer("an earlier copy of NIXL has not ended; restart the worker")
+
     def close(self) -> None:
         with self._lock:
             for registered in self._registered:
@@ -75,8 +79,7 @@ class NixlPayloads:
     def _copy(self, operation: str, rows: Sequence[int], offsets: Sequence[int]) -> None:
         size, begin = self._staging.shape[1], self._staging.ctypes.data
         with self._lock:
-            if self._is_stuck:
-                raise OSError("an earlier copy of NIXL has not ended; restart the worker")
+            self.check()
             if operation == "READ" and max(offsets) + size > _size_of(self._file):
                 raise ShortRead(f"the file ends before byte {max(offsets) + size}")
             agent = self._agent
@@ -88,6 +91,8 @@ class NixlPayloads:
                     state = self._ended(agent.transfer(handle), handle)
                 finally:
                     agent.release_xfer_handle(handle)
+            except NoAnswer:
+                raise
             except Exception as error:  # NIXL's exceptions have no common base
                 raise OSError(
                     f"NIXL could not {operation} {len(rows)} blocks: {type(error).__name__}: {error}"
@@ -96,12 +101,12 @@ class NixlPayloads:
                 raise OSError(f"NIXL could not {operation} {len(rows)} blocks: {state}")
 
     def _ended(self, state: str, handle: Any) -> str:
-        """Wait for the end of a copy, and return its state. Raises OSError if it does not end."""
+        """Wait for the end of a copy, and return its state. Raises NoAnswer if it does not end."""
         end_s = time.monotonic() + _MAX_COPY_S
         while state == "PROC":
             if time.monotonic() > end_s:
                 self._is_stuck = True
-                raise OSError(f"the copy has not ended within {_MAX_COPY_S:g} s")
+                raise NoAnswer(f"a copy of NIXL has not ended within {_MAX_COPY_S:g} s")
             time.sleep(_POLL_S)
             state = self._agent.check_xfer_state(handle)
         return state

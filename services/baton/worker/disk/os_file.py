@@ -11,6 +11,10 @@ class ShortRead(OSError):
     """The file ends before the bytes that were asked for."""
 
 
+class NoAnswer(OSError):
+    """A copy has not ended, and may still write its memory or the file. This says nothing of the content."""
+
+
 class RawFile(Protocol):
     """A file of fixed size. All methods raise OSError. Several threads may call them at a time."""
 

@@ -21,6 +21,10 @@ class PayloadIo(Protocol):
         """Write rows of the staging buffer. After an error any part of them may have been written."""
         ...
 
+    def check(self) -> None:
+        """Raise NoAnswer if an earlier copy may still run. Further copies then raise it, too."""
+        ...
+
     def close(self) -> None:
         """Release what the copies need. Call it after the last copy and before the file is closed."""
         ...
@@ -40,6 +44,9 @@ class PlainPayloads:
     def write(self, rows: Sequence[int], offsets: Sequence[int]) -> None:
         for row, offset in zip(rows, offsets, strict=True):
             self._file.write(self._staging[row], offset)
+
+    def check(self) -> None:
+        """Do nothing: a system call ends before its caller goes on."""
 
     def close(self) -> None:
         """Do nothing: the file belongs to the caller."""

@@ -25,13 +25,16 @@ async def clear_tenant(pool: BlockPool, tiers: Sequence[KvTier], tenant_root: Bl
         try:
             for tier in tiers:
                 num_blocks += await tier.erase_tenant(tenant_root)
+            is_erased = True
         except OSError as error:
+            is_erased = False
             is_last = attempt == NUM_ATTEMPTS
             hint = "repair the disk, then clear again, or delete the worker's file" if is_last else "it is tried again"
             log.error("tenant_not_erased", problem=str(error), attempt=attempt, hint=hint)
-            await asyncio.sleep(0.0 if is_last else RETRY_S)
-        else:
-            num_blocks += pool.forget_tenant(tenant_root)  # a load may have published some meanwhile
+        num_blocks += pool.forget_tenant(tenant_root)  # a load may have published some meanwhile
+        if is_erased:
             log.info("tenant_erased", num_blocks=num_blocks)
             break
+        if attempt < NUM_ATTEMPTS:
+            await asyncio.sleep(RETRY_S)
     return num_blocks

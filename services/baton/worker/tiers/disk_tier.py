@@ -1,7 +1,6 @@
 """`DiskTier`: the KV blocks that a worker keeps in a file, where the next process finds them."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +33,10 @@ log = get_logger(__name__)
 
 STORE_PAUSE_S = 10.0
 """Time without stores after one that failed: a disk that is full or failing is not better a moment later."""
+SILENT_S = 1.0
+"""A disk does not answer if a read takes longer than this and than its limit."""
+REMEASURE_S = 60.0
+"""Time for which reads that were late make reloads seem slow. Then one is tried again."""
 SILENT_S_PER_BYTE = 1.0
 """Reported speed of a disk that does not answer. Schedulers expect no reload from it."""
 MEASURED_BLOCKS = 8
@@ -114,7 +117,7 @@ class DiskTier:
         self._store_turn = asyncio.Lock()
         self._store_after_s = 0.0
         self._calls = RunningCalls()
-        self._num_late_reads = 0
+        self._num_silent_reads = 0
         self._to_drop: dict[int, int] = {}  # sequence numbers by slot
         self._is_dropping = False
 
@@ -131,12 +134,7 @@ class DiskTier:
         return self.slots.slot_of(block_hash) is not None
 
     def load_s(self, num_blocks: int) -> float | None:
-        """Return the predicted time to load blocks; infinite while the disk does not answer.
-
-        Before the first load, stores tell the speed.
-        """
-        if not self.answers:
-            return math.inf
+        """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
         num_bytes = num_blocks * self.block_bytes
         predicted_s = self._throughput.predicted_s(num_bytes)
         if predicted_s is None and self._store_speed.s_per_byte is not None:
@@ -145,8 +143,8 @@ class DiskTier:
 
     @property
     def answers(self) -> bool:
-        """False while a read has not ended within its limit."""
-        return not self._num_late_reads
+        """False while a read that was late goes on for more than `SILENT_S`."""
+        return not self._num_silent_reads
 
     def store_s(self, num_blocks: int) -> float | None:
         s_per_byte = self._store_speed.s_per_byte
@@ -246,16 +244,17 @@ class DiskTier:
     async def _store_some(self, filling: Mapping[int, BlockToStore]) -> int:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        self._num_stores += 1
         # What was discarded while it waited for its turn may have been erased, and must not be written after that.
         wanted = {slot: block for slot, block in filling.items() if self.slots.is_wanted(slot)}
         rows, num_bytes = self._store_rows[: len(wanted)], len(wanted) * self.block_bytes
         is_complete = False
+        self._num_stores += bool(wanted)
         try:
-            hit("tier.before_copy", num_blocks=len(wanted))
-            stage = partial(self._copies.to_host, [block.block_id for block in wanted.values()], rows)
-            self._stage_s += await self._copy_runner.run(stage, num_bytes)
-            await self._disk_runner.write(partial(self._store.write, wanted, rows), num_bytes)
+            if wanted:
+                hit("tier.before_copy", num_blocks=len(wanted))
+                stage = partial(self._copies.to_host, [block.block_id for block in wanted.values()], rows)
+                self._stage_s += await self._copy_runner.run(stage, num_bytes)
+                await self._disk_runner.write(partial(self._store.write, wanted, rows), num_bytes)
             is_complete = True
         except Exception as error:  # of the disk, or of the device library
             log.warning("disk_kv_store_failed", num_blocks=len(wanted), problem=f"{type(error).__name__}: {error}")
@@ -326,7 +325,7 @@ class DiskTier:
     ) -> int:
         """Load the leading blocks that are known. block_ids: None loads into the staging buffer only."""
         slots = self.slots.lookup(hashes if block_ids is None else hashes[: len(block_ids)])
-        if not slots:
+        if not slots or not self.answers:
             return 0
         loop = asyncio.get_running_loop()
         self.slots.pin(slots)
@@ -334,13 +333,14 @@ class DiskTier:
             AnnouncedBlock(index=index, block_id=slot, generation=self.slots.generation(slot), block_hash=hashes[index])
             for index, slot in enumerate(slots)
         ]
-        num_bytes, began_s = len(slots) * self.block_bytes, loop.time()
+        began_s = loop.time()
         self._throughput.begin(began_s)
         parts = [expected[first : first + self._part_blocks] for first in range(0, len(slots), self._part_blocks)]
         until_s = None if within_s is None else began_s + within_s
         loaded = await asyncio.gather(*(self._load_part(part, block_ids, until_s) for part in parts))
         num_loaded = self._num_valid(expected, [is_loaded for part in loaded for is_loaded in part])
-        self._throughput.end(sum(map(sum, loaded)) * self.block_bytes, loop.time())
+        num_bytes = sum(map(sum, loaded)) * self.block_bytes
+        self._throughput.end(num_bytes, loop.time())
         if block_ids is not None:
             if is_use:
                 self.slots.count_use(slots[:num_loaded])
@@ -365,7 +365,7 @@ class DiskTier:
         reading = self._calls.start(self._read_part(part, rows))
         await asyncio.wait((reading,), timeout=None if until_s is None else max(0.0, until_s - began_s))
         if not reading.done():
-            self._read_is_late(reading, rows)
+            self._read_is_late(reading, rows, began_s)
             return loaded
         try:
             good = reading.result()
@@ -394,20 +394,32 @@ class DiskTier:
                 self._found(block, defect)
         return [index for index, defect in enumerate(defects) if defect is None]
 
-    def _read_is_late(self, reading: "asyncio.Task[list[int]]", rows: Sequence[int]) -> None:
-        """Count a read that goes on after its limit, until it ends."""
-        if self.answers:
-            log.warning("disk_kv_does_not_answer", hint="loads wait for it no longer; prompts are computed")
-        self._num_late_reads += 1
+    def _read_is_late(self, reading: "asyncio.Task[list[int]]", rows: Sequence[int], began_s: float) -> None:
+        """Follow a read that goes on after its limit, until it ends."""
+        loop = asyncio.get_running_loop()
+        is_silent = False
+
+        def silent() -> None:
+            nonlocal is_silent
+            if self.answers:
+                log.warning("disk_kv_does_not_answer", hint="nothing is reloaded from it; prompts are computed")
+            is_silent = True
+            self._num_silent_reads += 1
 
         def ended(task: "asyncio.Task[list[int]]") -> None:
-            self._num_late_reads -= 1
+            timer.cancel()
             self._load_rows.give_back(rows)
             if not task.cancelled():
                 task.exception()  # a failed read is only late
+            if not is_silent:
+                self._throughput.observe_part(loop.time() - began_s)
+                loop.call_later(REMEASURE_S, self._throughput.forget_parts)
+                return
+            self._num_silent_reads -= 1
             if self.answers:
                 log.info("disk_kv_answers_again")
 
+        timer = loop.call_at(max(loop.time(), began_s + SILENT_S), silent)
         reading.add_done_callback(ended)
 
     def _found(self, block: AnnouncedBlock, defect: DiskDefect) -> None:

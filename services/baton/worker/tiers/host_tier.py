@@ -81,6 +81,11 @@ class HostTier:
     def stores_busy_s(self) -> float:
         return self.totals.store_s + self._num_stores * self._displaced_s
 
+    @property
+    def answers(self) -> bool:
+        """True: memory answers."""
+        return True
+
     def counts(self) -> TierCounts:
         return self.slots.counts()
 

@@ -62,7 +62,7 @@ class ReloadTotals:
     """Counters since the start.
 
     incomplete: reloads that did not load all blocks.
-    late: reloads of jobs that took as long as computing, and of which the rest was computed.
+    late: jobs whose reload took as long as computing, so that the rest was computed.
     predicted_s, actual_s: of the reloads that were complete.
     new_ratios: the first over the second of each of them, until metrics have taken it; the last `MAX_RATIOS`
     """
@@ -140,11 +140,12 @@ class Reloads:
             async with asyncio.timeout(first.wait_s + END_S):
                 while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
                     await asyncio.wait((running,))
+                    is_late = _was_late(running)
                     plan = self.plan(hashes, uses_disk=uses_disk)
                 if plan is not None:
                     own = self._start(plan, tenant_root, owner)
                     await asyncio.wait((own,))
-                    is_late = not own.cancelled() and own.exception() is None and own.result()
+                    is_late = _was_late(own)
         except TimeoutError:
             is_late = True
         if is_late:
@@ -286,3 +287,8 @@ class Reloads:
         spare = self._engine.running_seqs * pool.windows.num_tables + self._engine.num_reserved_blocks
         own = (found for each in plan.needed if (found := pool.find(each)) is not None)
         return pool.num_allocatable_without(own) - spare
+
+
+def _was_late(reload: "asyncio.Task[bool]") -> bool:
+    """Return what a reload that has ended has returned; False if it failed."""
+    return not reload.cancelled() and reload.exception() is None and reload.result()

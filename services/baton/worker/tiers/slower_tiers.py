@@ -15,15 +15,17 @@ class SlowerTiers:
         self.tiers = tuple(tiers)
 
     def fastest(self, *, uses_disk: bool = True) -> Iterator["SlowerTiers"]:
-        """Yield the fastest tier alone, then it with the next one, and so on. uses_disk: False stops before
-        the disk."""
+        """Yield the fastest tier alone, then it with the next one, and so on.
+
+        A disk that does not answer is left out. uses_disk: False leaves it out anyway.
+        """
         for count, tier in enumerate(self.tiers, 1):
-            if tier.tier is Tier.DISK and not uses_disk:
+            if (tier.tier is Tier.DISK and not uses_disk) or not tier.answers:
                 return
             yield SlowerTiers(self.tiers[:count])
 
     def holds(self, block_hash: BlockHash) -> bool:
-        """Return True if the content can be loaded now."""
+        """Return True if a tier has the content."""
         return any(tier.holds(block_hash) for tier in self.tiers)
 
     def positions(self, hashes: Sequence[BlockHash]) -> dict[Tier, list[int]]:

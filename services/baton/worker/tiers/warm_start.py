@@ -53,14 +53,12 @@ class WarmStart:
                 await self._wait_for_requests()
                 part = [each for each in blocks[first : first + part_blocks] if self._is_missing(each)]
                 is_too_slow = first >= MEASURING_PARTS * part_blocks and not self._pays(part_blocks)
-                if (
-                    is_too_slow
-                    or not self._disk.answers
-                    or self._is_needed
-                    or pool.counts().free < len(part) + left_free
-                ):
+                if is_too_slow or self._is_needed or pool.counts().free < len(part) + left_free:
                     break
+                part_began_s = clock()
                 num_loaded += await self._load(part)
+                if clock() - part_began_s >= PART_S:
+                    break
         finally:
             self._release()
         if blocks:

@@ -48,7 +48,7 @@ def open_disk_tier(
 
     copies_to: returns copies between the device and a staging buffer. shares_cores: see `DiskTier`.
     A disk that is full or fails gives a tier without slots, because the worker can serve without it. Raises
-    ConfigError if the directory or the size cannot be used.
+    ConfigError if the directory, the size or `--disk-kv-io` cannot be used.
     """
     if config.disk_kv is None or config.disk_kv_size is None:
         return None
