@@ -17,7 +17,7 @@ from tests.integration.cluster.clients import Client, Request, Response
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 MIB = 2**20
-NUM_PROMPTS, PROMPT_TOKENS = 4, 800
+NUM_PROMPTS, PROMPT_TOKENS = 3, 800
 PROMPT_BLOCKS = PROMPT_TOKENS // 16 - 1
 """Blocks of a prompt that are reused. The last one is computed again, because it has the last token."""
 DISK_SHARE = 0.95

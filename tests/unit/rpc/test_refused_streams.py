@@ -70,7 +70,7 @@ async def test_end_with_unread_messages_and_a_failed_write_ends_the_call() -> No
     network = GrpcNetwork(heartbeat_s=LONG_LIMIT_S, dial_s=LONG_LIMIT_S, call_s=LONG_LIMIT_S, limits=limits)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
-        for _ in range(20):
+        for _ in range(3):
             session = await network.open_session(address)
             await _write(session)
             await session.aclose()
