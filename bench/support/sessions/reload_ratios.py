@@ -24,4 +24,4 @@ def reload_ratios(logs: Path) -> list[float]:
 def deciles(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Return the 10th, 50th and 90th percentile; `NO_RELOAD` for fewer than two values."""
     found = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [NO_RELOAD] * 9
-    return found[0], found[4], found[8]
+    return float(found[0]), float(found[4]), float(found[8])

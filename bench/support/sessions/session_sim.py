@@ -22,8 +22,8 @@ BLOCK_SIZE_TOKENS = 16
 BLOCK_BYTES = sim_layout(BLOCK_SIZE_TOKENS).block_bytes
 DEVIATION = 0.3
 RELOAD_GAIN, DISK_GAIN = 8.0, 2.0
-"""Time to compute a block over that to reload it: from host memory about as for an 8B model over PCIe 4.0,
-from a disk about as from one NVMe disk."""
+"""Time to compute a block over that to reload it, as assumed: from host memory about as for an 8B model over
+PCIe 4.0, from a disk at a quarter of that speed."""
 START_S = 1.0
 """The workers have joined by then."""
 

@@ -184,7 +184,10 @@ class TierSlots:
         return num_filled
 
     def is_wanted(self, slot: int) -> bool:
-        """Return True unless what a slot is being filled with was discarded. Raises KeyError for others."""
+        """Return False if the content that a slot is being filled with was discarded.
+
+        Raises KeyError for a slot that is not being filled.
+        """
         return self._by_hash.get(self._filling[slot].block_hash) == slot
 
     def discard(self, block_hash: BlockHash) -> None:

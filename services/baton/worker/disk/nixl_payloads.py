@@ -71,6 +71,9 @@ class NixlPayloads:
             raise NoAnswer("an earlier copy of NIXL has not ended; restart the worker")
 
     def close(self) -> None:
+        """Release the registered memory, unless a stuck copy may still use it."""
+        if self._is_stuck:
+            return
         with self._lock:
             for registered in self._registered:
                 self._agent.deregister_memory(registered, self._backends)

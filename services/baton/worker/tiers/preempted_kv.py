@@ -81,7 +81,7 @@ class PreemptedKv:
         decision = choose_way_back(
             compute_s=None if costs is None else compute_s(costs, num_tokens, 0, self._chunk_tokens),
             store_s=tier.store_s(len(missing)),
-            load_s=tier.load_s(len(needed)),
+            load_s=tier.load_s(len(needed)) if tier.answers else None,
         )
         self.totals.chosen[decision.way] += 1
         if decision.compute_s is not None and decision.reload_s is not None:
