@@ -5,9 +5,11 @@ python -m bench kv_restart --out DIR [--models demo,tiny-42m] [--prompts 10] [--
 One prefill and one decode worker run the model on this machine. Each repeat starts with an empty disk. It
 sends each prompt twice, waits until all blocks are on the disk, and sends each once more: this is *warm*, and
 finds its prefix in device memory. Then all processes end, and new ones start. Each prompt is sent twice:
-*restarted*, whose KV was on the disk, and *again*, which separates the cost of new processes. At last as many
-new prompts are sent (*new*). Requests run one after the other, with pauses of REST_S. Answers to a prompt
-must have the same tokens each time. The files stay in the page cache of the system, which is not restarted.
+*restarted*, whose KV was on the disk, and *again*. Then as many new prompts are sent (*new*). The processes
+end once more, and others start: here as many short prompts come first (*short*), which bear the cost of new
+processes, and then the prompts whose KV was on the disk (*restarted, after short*). Requests run one after
+the other, with pauses of REST_S. Answers to a prompt must have the same tokens each time. The files stay in
+the page cache of the system, which is not restarted.
 """
 
 import argparse
@@ -37,7 +39,9 @@ NUM_OUTPUTS = 16
 KV_BYTES = 512 * 2**20
 BLOCK_SIZE_TOKENS = 16
 STORED_S, STORED_POLL_S = 120.0, 0.2
-PHASES = ("warm", "restarted", "again", "new")
+SHORT_TOKENS = 32
+PHASES = ("warm", "restarted", "again", "new", "short", "restarted, after short")
+OTHER_PROMPTS = ("new", "short")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,10 @@ def one_repeat(arguments: argparse.Namespace, model: Path, out: Path, seed: int)
         found["restarted"] = answers(running, prompts)
         found["again"] = answers(running, prompts)
         found["new"] = answers(running, random_prompts(arguments.prompts, arguments.tokens, size, rng))
-    if any(of.tokens != first.tokens for phase, of in found.items() if phase != "new"):
+    with processes_up(prefill=1, decode=1, logs=out / "logs", **settings) as running:
+        found["short"] = answers(running, random_prompts(arguments.prompts, SHORT_TOKENS, size, rng))
+        found["restarted, after short"] = answers(running, prompts)
+    if any(of.tokens != first.tokens for phase, of in found.items() if phase not in OTHER_PROMPTS):
         raise SystemExit(f"the tokens after the restart differ; logs in {out}")
     return {
         phase: {
