@@ -129,6 +129,10 @@ class MemoryTier:
     def load_s(self, num_blocks: int) -> float | None:
         return None
 
+    @property
+    def load_block_s(self) -> float | None:
+        return None
+
     def store_s(self, num_blocks: int) -> float | None:
         return None
 

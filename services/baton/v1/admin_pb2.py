@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\xba\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07gateway\x18\x03 \x01(\x0b\x32\x11.baton.v1.Process\x12$\n\tscheduler\x18\x04 \x01(\x0b\x32\x11.baton.v1.Process\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\ropen_requests\x18\x06 \x01(\x04\"A\n\x07Process\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x87\x01\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x0f\n\x07landing\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x17\n\x0fheld_for_others\x18\x07 \x01(\x04\"\xcc\x01\n\x04Link\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x16\n\x0einflight_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x04 \x01(\x08\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x12\x11\n\texposed_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64ial_s\x18\t \x01(\x01\x12\x0e\n\x06\x63hoice\x18\n \x01(\t\"D\n\x08WorkerId\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xfd\x03\n\x0cWorkerStatus\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\r\n\x05model\x18\x06 \x01(\t\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x19\n\x11\x62lock_size_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x0b \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x0c \x01(\x04\x12\x1e\n\x16running_context_tokens\x18\r \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0e \x01(\x04\x12\x1d\n\x05links\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Link\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\x12#\n\x05tiers\x18\x11 \x03(\x0b\x32\x14.baton.v1.TierStatus\x12\'\n\x07reloads\x18\x12 \x01(\x0b\x32\x16.baton.v1.ReloadCounts\"B\n\x0cReloadCounts\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x04\x12\x12\n\nincomplete\x18\x02 \x01(\x04\x12\x0c\n\x04late\x18\x03 \x01(\x04\"h\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x18\n\x10load_bytes_per_s\x18\x04 \x01(\x01\x12\x15\n\rloading_bytes\x18\x05 \x01(\x04\"8\n\x0e\x45xplainRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_request_id\"=\n\x0f\x45xplainResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnode_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"$\n\x12\x43learTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\")\n\x13\x43learTenantResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"\x13\n\x11\x43\x61\x63heStatsRequest\"\x9c\x01\n\x12\x43\x61\x63heStatsResponse\x12\x0f\n\x07since_s\x18\x01 \x01(\x01\x12!\n\x05total\x18\x02 \x01(\x0b\x32\x12.baton.v1.CacheUse\x12#\n\x07workers\x18\x03 \x03(\x0b\x32\x12.baton.v1.CacheUse\x12\x16\n\x0e\x63\x65iling_tokens\x18\x04 \x01(\x01\x12\x15\n\rsampled_share\x18\x05 \x01(\x01\"\xc0\x01\n\x08\x43\x61\x63heUse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12;\n\rcached_tokens\x18\x04 \x03(\x0b\x32$.baton.v1.CacheUse.CachedTokensEntry\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"9\n\x12\x45xportCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bprompt_json\x18\x02 \x01(\t\"Y\n\x13\x45xportCacheResponse\x12*\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.baton.v1.ExportedPrefixH\x00\x12\x0e\n\x04part\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"e\n\x0e\x45xportedPrefix\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"V\n\x12ImportCacheRequest\x12(\n\x06target\x18\x01 \x01(\x0b\x32\x16.baton.v1.ImportTargetH\x00\x12\x0e\n\x04part\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"1\n\x0cImportTarget\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"p\n\x13ImportCacheResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_cached_before\x18\x03 \x01(\x04\x12\x17\n\x0fnum_file_tokens\x18\x04 \x01(\x04*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x16\n\x12WORKER_ROLE_HYBRID\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1a\n\x16WORKER_STATE_UNHEALTHY\x10\x04\x32\xf1\x03\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12J\n\x0b\x43learTenant\x12\x1c.baton.v1.ClearTenantRequest\x1a\x1d.baton.v1.ClearTenantResponse\x12G\n\nCacheStats\x12\x1b.baton.v1.CacheStatsRequest\x1a\x1c.baton.v1.CacheStatsResponse\x12L\n\x0b\x45xportCache\x12\x1c.baton.v1.ExportCacheRequest\x1a\x1d.baton.v1.ExportCacheResponse0\x01\x12N\n\x0bImportCache\x12\x1c.baton.v1.ImportCacheRequest\x1a\x1d.baton.v1.ImportCacheResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\xba\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07gateway\x18\x03 \x01(\x0b\x32\x11.baton.v1.Process\x12$\n\tscheduler\x18\x04 \x01(\x0b\x32\x11.baton.v1.Process\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x15\n\ropen_requests\x18\x06 \x01(\x04\"A\n\x07Process\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x87\x01\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04used\x18\x04 \x01(\x04\x12\x0f\n\x07landing\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x04\x12\x17\n\x0fheld_for_others\x18\x07 \x01(\x04\"\xcc\x01\n\x04Link\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x16\n\x0einflight_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x04 \x01(\x08\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x0e\n\x06pull_s\x18\x07 \x01(\x01\x12\x11\n\texposed_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64ial_s\x18\t \x01(\x01\x12\x0e\n\x06\x63hoice\x18\n \x01(\t\"D\n\x08WorkerId\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xfd\x03\n\x0cWorkerStatus\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.baton.v1.WorkerId\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\"\n\x04role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\r\n\x05model\x18\x06 \x01(\t\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x19\n\x11\x62lock_size_tokens\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\x0b \x01(\x04\x12\x14\n\x0crunning_seqs\x18\x0c \x01(\x04\x12\x1e\n\x16running_context_tokens\x18\r \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0e \x01(\x04\x12\x1d\n\x05links\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Link\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\x12#\n\x05tiers\x18\x11 \x03(\x0b\x32\x14.baton.v1.TierStatus\x12\'\n\x07reloads\x18\x12 \x01(\x0b\x32\x16.baton.v1.ReloadCounts\"B\n\x0cReloadCounts\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x04\x12\x12\n\nincomplete\x18\x02 \x01(\x04\x12\x0c\n\x04late\x18\x03 \x01(\x04\"\x81\x01\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x18\n\x10load_bytes_per_s\x18\x04 \x01(\x01\x12\x15\n\rloading_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fload_overhead_s\x18\x06 \x01(\x01\"8\n\x0e\x45xplainRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_request_id\"=\n\x0f\x45xplainResponse\x12*\n\tdecisions\x18\x01 \x03(\x0b\x32\x17.google.protobuf.Struct\"6\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnode_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"$\n\x12\x43learTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\")\n\x13\x43learTenantResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"\x13\n\x11\x43\x61\x63heStatsRequest\"\x9c\x01\n\x12\x43\x61\x63heStatsResponse\x12\x0f\n\x07since_s\x18\x01 \x01(\x01\x12!\n\x05total\x18\x02 \x01(\x0b\x32\x12.baton.v1.CacheUse\x12#\n\x07workers\x18\x03 \x03(\x0b\x32\x12.baton.v1.CacheUse\x12\x16\n\x0e\x63\x65iling_tokens\x18\x04 \x01(\x01\x12\x15\n\rsampled_share\x18\x05 \x01(\x01\"\xc0\x01\n\x08\x43\x61\x63heUse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12;\n\rcached_tokens\x18\x04 \x03(\x0b\x32$.baton.v1.CacheUse.CachedTokensEntry\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"9\n\x12\x45xportCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bprompt_json\x18\x02 \x01(\t\"Y\n\x13\x45xportCacheResponse\x12*\n\x06prefix\x18\x01 \x01(\x0b\x32\x18.baton.v1.ExportedPrefixH\x00\x12\x0e\n\x04part\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"e\n\x0e\x45xportedPrefix\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"V\n\x12ImportCacheRequest\x12(\n\x06target\x18\x01 \x01(\x0b\x32\x16.baton.v1.ImportTargetH\x00\x12\x0e\n\x04part\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"1\n\x0cImportTarget\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"p\n\x13ImportCacheResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_cached_before\x18\x03 \x01(\x04\x12\x17\n\x0fnum_file_tokens\x18\x04 \x01(\x04*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x16\n\x12WORKER_ROLE_HYBRID\x10\x03*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1a\n\x16WORKER_STATE_UNHEALTHY\x10\x04\x32\xf1\x03\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x18.baton.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12J\n\x0b\x43learTenant\x12\x1c.baton.v1.ClearTenantRequest\x1a\x1d.baton.v1.ClearTenantResponse\x12G\n\nCacheStats\x12\x1b.baton.v1.CacheStatsRequest\x1a\x1c.baton.v1.CacheStatsResponse\x12L\n\x0b\x45xportCache\x12\x1c.baton.v1.ExportCacheRequest\x1a\x1d.baton.v1.ExportCacheResponse0\x01\x12N\n\x0bImportCache\x12\x1c.baton.v1.ImportCacheRequest\x1a\x1d.baton.v1.ImportCacheResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CACHEUSE_CACHEDTOKENSENTRY']._loaded_options = None
   _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=2594
-  _globals['_WORKERROLE']._serialized_end=2708
-  _globals['_WORKERSTATE']._serialized_start=2711
-  _globals['_WORKERSTATE']._serialized_end=2860
+  _globals['_WORKERROLE']._serialized_start=2620
+  _globals['_WORKERROLE']._serialized_end=2734
+  _globals['_WORKERSTATE']._serialized_start=2737
+  _globals['_WORKERSTATE']._serialized_end=2886
   _globals['_STATUSREQUEST']._serialized_start=64
   _globals['_STATUSREQUEST']._serialized_end=79
   _globals['_STATUSRESPONSE']._serialized_start=82
@@ -54,40 +54,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS']._serialized_end=1262
   _globals['_RELOADCOUNTS']._serialized_start=1264
   _globals['_RELOADCOUNTS']._serialized_end=1330
-  _globals['_TIERSTATUS']._serialized_start=1332
-  _globals['_TIERSTATUS']._serialized_end=1436
-  _globals['_EXPLAINREQUEST']._serialized_start=1438
-  _globals['_EXPLAINREQUEST']._serialized_end=1494
-  _globals['_EXPLAINRESPONSE']._serialized_start=1496
-  _globals['_EXPLAINRESPONSE']._serialized_end=1557
-  _globals['_DRAINREQUEST']._serialized_start=1559
-  _globals['_DRAINREQUEST']._serialized_end=1613
-  _globals['_DRAINRESPONSE']._serialized_start=1615
-  _globals['_DRAINRESPONSE']._serialized_end=1630
-  _globals['_CLEARTENANTREQUEST']._serialized_start=1632
-  _globals['_CLEARTENANTREQUEST']._serialized_end=1668
-  _globals['_CLEARTENANTRESPONSE']._serialized_start=1670
-  _globals['_CLEARTENANTRESPONSE']._serialized_end=1711
-  _globals['_CACHESTATSREQUEST']._serialized_start=1713
-  _globals['_CACHESTATSREQUEST']._serialized_end=1732
-  _globals['_CACHESTATSRESPONSE']._serialized_start=1735
-  _globals['_CACHESTATSRESPONSE']._serialized_end=1891
-  _globals['_CACHEUSE']._serialized_start=1894
-  _globals['_CACHEUSE']._serialized_end=2086
-  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_start=2035
-  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_end=2086
-  _globals['_EXPORTCACHEREQUEST']._serialized_start=2088
-  _globals['_EXPORTCACHEREQUEST']._serialized_end=2145
-  _globals['_EXPORTCACHERESPONSE']._serialized_start=2147
-  _globals['_EXPORTCACHERESPONSE']._serialized_end=2236
-  _globals['_EXPORTEDPREFIX']._serialized_start=2238
-  _globals['_EXPORTEDPREFIX']._serialized_end=2339
-  _globals['_IMPORTCACHEREQUEST']._serialized_start=2341
-  _globals['_IMPORTCACHEREQUEST']._serialized_end=2427
-  _globals['_IMPORTTARGET']._serialized_start=2429
-  _globals['_IMPORTTARGET']._serialized_end=2478
-  _globals['_IMPORTCACHERESPONSE']._serialized_start=2480
-  _globals['_IMPORTCACHERESPONSE']._serialized_end=2592
-  _globals['_ADMIN']._serialized_start=2863
-  _globals['_ADMIN']._serialized_end=3360
+  _globals['_TIERSTATUS']._serialized_start=1333
+  _globals['_TIERSTATUS']._serialized_end=1462
+  _globals['_EXPLAINREQUEST']._serialized_start=1464
+  _globals['_EXPLAINREQUEST']._serialized_end=1520
+  _globals['_EXPLAINRESPONSE']._serialized_start=1522
+  _globals['_EXPLAINRESPONSE']._serialized_end=1583
+  _globals['_DRAINREQUEST']._serialized_start=1585
+  _globals['_DRAINREQUEST']._serialized_end=1639
+  _globals['_DRAINRESPONSE']._serialized_start=1641
+  _globals['_DRAINRESPONSE']._serialized_end=1656
+  _globals['_CLEARTENANTREQUEST']._serialized_start=1658
+  _globals['_CLEARTENANTREQUEST']._serialized_end=1694
+  _globals['_CLEARTENANTRESPONSE']._serialized_start=1696
+  _globals['_CLEARTENANTRESPONSE']._serialized_end=1737
+  _globals['_CACHESTATSREQUEST']._serialized_start=1739
+  _globals['_CACHESTATSREQUEST']._serialized_end=1758
+  _globals['_CACHESTATSRESPONSE']._serialized_start=1761
+  _globals['_CACHESTATSRESPONSE']._serialized_end=1917
+  _globals['_CACHEUSE']._serialized_start=1920
+  _globals['_CACHEUSE']._serialized_end=2112
+  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_start=2061
+  _globals['_CACHEUSE_CACHEDTOKENSENTRY']._serialized_end=2112
+  _globals['_EXPORTCACHEREQUEST']._serialized_start=2114
+  _globals['_EXPORTCACHEREQUEST']._serialized_end=2171
+  _globals['_EXPORTCACHERESPONSE']._serialized_start=2173
+  _globals['_EXPORTCACHERESPONSE']._serialized_end=2262
+  _globals['_EXPORTEDPREFIX']._serialized_start=2264
+  _globals['_EXPORTEDPREFIX']._serialized_end=2365
+  _globals['_IMPORTCACHEREQUEST']._serialized_start=2367
+  _globals['_IMPORTCACHEREQUEST']._serialized_end=2453
+  _globals['_IMPORTTARGET']._serialized_start=2455
+  _globals['_IMPORTTARGET']._serialized_end=2504
+  _globals['_IMPORTCACHERESPONSE']._serialized_start=2506
+  _globals['_IMPORTCACHERESPONSE']._serialized_end=2618
+  _globals['_ADMIN']._serialized_start=2889
+  _globals['_ADMIN']._serialized_end=3386
 # @@protoc_insertion_point(module_scope)

@@ -167,18 +167,20 @@ class ReloadCounts(_message.Message):
     def __init__(self, complete: _Optional[int] = ..., incomplete: _Optional[int] = ..., late: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "total", "held", "load_bytes_per_s", "loading_bytes")
+    __slots__ = ("tier", "total", "held", "load_bytes_per_s", "loading_bytes", "load_overhead_s")
     TIER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     LOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LOADING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_OVERHEAD_S_FIELD_NUMBER: _ClassVar[int]
     tier: str
     total: int
     held: int
     load_bytes_per_s: float
     loading_bytes: int
-    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., loading_bytes: _Optional[int] = ...) -> None: ...
+    load_overhead_s: float
+    def __init__(self, tier: _Optional[str] = ..., total: _Optional[int] = ..., held: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., loading_bytes: _Optional[int] = ..., load_overhead_s: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -56,6 +56,13 @@ def test_a_reload_waits_for_those_under_way() -> None:
     assert reload_s(chosen(cluster)) == 0.0
 
 
+def test_a_reload_has_a_fixed_time() -> None:
+    tiers = (TierReport(tier="host", total=20_000, load_bytes_per_s=1e8, load_overhead_s=0.003),)
+    cluster = seen(measured("p", "prefill", tiers=tiers), busy(), p=NUM_BLOCKS)
+    assert reload_s(chosen(with_reloads(cluster, p=48))) == pytest.approx(48 * BLOCK_BYTES / 1e8 + 0.003)
+    assert reload_s(chosen(cluster)) == 0.0
+
+
 def test_blocks_that_a_prompt_cannot_use_are_not_reloaded() -> None:
     p, usable = measured("p", "prefill", tiers=tier(1e8)), (LONG - 1) // 16
     cluster = with_reloads(seen(p, busy(), p=usable + 1), p=3)

@@ -36,8 +36,7 @@ class TimedTier:
     def holds(self, _block_hash: bytes) -> bool:
         return False
 
-    def load_s(self, num_blocks: int) -> float:
-        return COPY_S * num_blocks
+    load_block_s = COPY_S
 
     def store_s(self, num_blocks: int) -> float:
         return COPY_S * num_blocks

@@ -15,7 +15,7 @@ from baton.core.kv.block_hash import chain
 from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.request import Sampling
-from baton.sim.sim_tier import COPY_BYTES_PER_S
+from baton.sim.sim_tier import COPY_BYTES_PER_S, SimCopyRunner
 from baton.worker.jobs.leg import chain_root
 from baton.worker.tiers.running_calls import MAX_STOP_S
 from baton.worker.worker_metrics import WorkerMetrics
@@ -205,6 +205,31 @@ async def test_a_prediction_contains_the_reloads_under_way() -> None:
         assert later.predicted_s == pytest.approx(first.predicted_s + second.predicted_s)
         (tier,) = host.node.worker.report(1, ()).tiers
         assert tier.loading_bytes == len(first.missing) * host.tier.block_bytes
+        await simulated.until_clean()
+
+
+@virtual
+async def test_a_prediction_contains_what_loads_take_beyond_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, delay_s = SimCopyRunner.run, 0.004
+
+    async def late(self: SimCopyRunner, copy: Callable[[], None], num_bytes: int) -> float:
+        await asyncio.sleep(delay_s)  # as for a thread that is not scheduled yet: no part of the time of the copy
+        return await run(self, copy, num_bytes)
+
+    async with cluster() as simulated:
+        host = await start(simulated, num_blocks=120, kv_eviction="lru")
+        hashes = {prompt: host.hashes_of(prompt) for prompt in range(8)}
+        for prompt in hashes:
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        monkeypatch.setattr(SimCopyRunner, "run", late)
+        first, second = (host.reloads.plan(hashes[prompt]) for prompt in (0, 1))
+        await host.reloads.reload(hashes[0])
+        later = host.reloads.plan(hashes[1])
+        assert None not in (first, second, later)
+        assert later.predicted_s == pytest.approx(second.predicted_s + delay_s)
+        (tier,) = host.node.worker.report(1, ()).tiers
+        assert tier.load_overhead_s == pytest.approx(delay_s, rel=0.1)
         await simulated.until_clean()
 
 

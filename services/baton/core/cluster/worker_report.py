@@ -106,6 +106,7 @@ class TierReport:
     tier: a value of `core.kv.kv_events.Tier`, or a tier of a later release.
     total, held: slots, and those with content.
     load_bytes_per_s: measured speed of reloads; 0 if not known yet.
+    load_overhead_s: measured time of a reload beyond its bytes.
     loading_bytes: bytes of the reloads under way, which one that begins now waits for.
     """
 
@@ -113,6 +114,7 @@ class TierReport:
     total: int
     held: int = 0
     load_bytes_per_s: float = 0.0
+    load_overhead_s: float = 0.0
     loading_bytes: int = 0
 
 

@@ -77,6 +77,11 @@ class KvTier(Protocol):
         """Return the predicted time to load blocks, from measured copies; None before the first."""
         ...
 
+    @property
+    def load_block_s(self) -> float | None:
+        """Predicted time that one more block adds to a load; None before the first copy."""
+        ...
+
     def store_s(self, num_blocks: int) -> float | None:
         """Return the predicted time to store blocks, from measured copies; None before the first."""
         ...

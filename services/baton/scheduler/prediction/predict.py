@@ -187,9 +187,9 @@ def share_computed_again(w: WorkerData[float], reload: ReloadTerms[float], queue
 def _reload_options_s(w: WorkerData[N], reload: ReloadTerms[N], queue_s: N) -> tuple[N, N, N]:
     """Predict the wait if all is reloaded, if what is on the disk is computed, and if all is computed."""
     reported = w.reported
-    host_s = reported.host_reload_queued_s + reload.host_bytes * reported.host_reload_s_per_byte
+    host_s = reported.host_reload_start_s + reload.host_bytes * reported.host_reload_s_per_byte
     host_s = where(reload.host_bytes <= 0, 0.0, host_s)
-    disk_s = reported.disk_reload_queued_s + reload.disk_bytes * reported.disk_reload_s_per_byte
+    disk_s = reported.disk_reload_start_s + reload.disk_bytes * reported.disk_reload_s_per_byte
     disk_s = where(reload.disk_bytes <= 0, 0.0, disk_s)
     all_s = maximum(maximum(host_s, disk_s) - queue_s, 0.0)
     without_disk_s = maximum(host_s - queue_s, 0.0) + maximum(reload.disk_saved_s, 0.0)

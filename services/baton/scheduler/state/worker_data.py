@@ -54,8 +54,8 @@ class ReportedState(Generic[N]):
     default_link_s_per_byte: N  # expected for a peer that was never read from
     host_reload_s_per_byte: N  # of KV that the worker reloads from host memory; 0 if not known
     disk_reload_s_per_byte: N  # of KV that it reloads from its disk; 0 if not known
-    host_reload_queued_s: N  # until the reloads from host memory that are under way have ended
-    disk_reload_queued_s: N  # the same from its disk
+    host_reload_start_s: N  # of a reload from host memory: those under way come first, and each has a fixed time
+    disk_reload_start_s: N  # the same from its disk
     default_link_exposed_s: N  # the same for what a pull takes beyond its bytes (`Links.exposed_s`)
     cost_source: N  # `NO_COSTS`, `PEER_COSTS` (estimated from other workers) or `MEASURED_COSTS`
     mixed_decode_s: N  # time that the decoding sequences add to a mixed step

@@ -57,8 +57,8 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         default_link_exposed_s=link.exposed_s,
         host_reload_s_per_byte=_reload_s_per_byte(report.tiers, Tier.HOST),
         disk_reload_s_per_byte=_reload_s_per_byte(report.tiers, Tier.DISK),
-        host_reload_queued_s=_reload_queued_s(report.tiers, Tier.HOST),
-        disk_reload_queued_s=_reload_queued_s(report.tiers, Tier.DISK),
+        host_reload_start_s=_reload_start_s(report.tiers, Tier.HOST),
+        disk_reload_start_s=_reload_start_s(report.tiers, Tier.DISK),
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
         base_step_s=0.0,
@@ -91,9 +91,11 @@ def _reload_s_per_byte(tiers: Sequence[TierReport], kind: Tier) -> float:
     return max((1 / speed for speed in speeds), default=0.0)
 
 
-def _reload_queued_s(tiers: Sequence[TierReport], kind: Tier) -> float:
-    """Return the time until the reloads from a tier that are under way have ended; 0 if not known."""
-    return sum(tier.loading_bytes for tier in tiers if tier.tier == kind.value) * _reload_s_per_byte(tiers, kind)
+def _reload_start_s(tiers: Sequence[TierReport], kind: Tier) -> float:
+    """Return the time of a reload beyond its bytes: those under way, and the fixed time; 0 if not known."""
+    of_kind = [tier for tier in tiers if tier.tier == kind.value]
+    fixed_s = max((tier.load_overhead_s for tier in of_kind), default=0.0)
+    return fixed_s + sum(tier.loading_bytes for tier in of_kind) * _reload_s_per_byte(tiers, kind)
 
 
 def reserved_state(view: WorkerView) -> ReservedState[float]:

@@ -170,7 +170,7 @@ class CopyOut:
         compute_s = None
         if costs is not None:
             compute_s = block_compute_s(costs, self._pool.block_size_tokens, self._chunk_tokens)
-        return is_worth_copying(is_reused=returns, compute_s=compute_s, reload_s=self._tier.load_s(1))
+        return is_worth_copying(is_reused=returns, compute_s=compute_s, reload_s=self._tier.load_block_s)
 
     def _forget(self, block_id: int) -> None:
         for queue in self._queues:

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.core.cluster.worker_report import TierReport
 from baton.core.ids import WorkerRef
@@ -16,7 +16,7 @@ from baton.engine.retention.eviction_order import ReuseLruOrder
 from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S
 from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
-from baton.engine.tiers.load_throughput import LoadThroughput
+from baton.engine.tiers.load_times import LoadTimes
 from baton.engine.tiers.slots import FIRST_USE_SHARE, TierSlots
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
@@ -112,7 +112,7 @@ class DiskTier:
         self._store_rows = range(num_stored_at_once)
         self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
         self._part_blocks = max(1, min(self._load_rows.num_rows, COPY_BYTES // block_bytes))
-        self._throughput, self._store_speed = LoadThroughput(), CopySpeed()
+        self._load_times, self._store_speed = LoadTimes(), CopySpeed()
         self._stage_s, self._num_stores = 0.0, 0
         self._store_turn = asyncio.Lock()
         self._store_after_s = 0.0
@@ -135,11 +135,13 @@ class DiskTier:
 
     def load_s(self, num_blocks: int) -> float | None:
         """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
-        num_bytes = num_blocks * self.block_bytes
-        predicted_s = self._throughput.predicted_s(num_bytes)
-        if predicted_s is None and self._store_speed.s_per_byte is not None:
-            return self._store_speed.s_per_byte * num_bytes
-        return predicted_s
+        predicted_s = self._load_times.predicted_s(num_blocks)
+        return self.store_s(num_blocks) if predicted_s is None else predicted_s
+
+    @property
+    def load_block_s(self) -> float | None:
+        block_s = self._load_times.block_s
+        return self.store_s(1) if block_s is None else block_s
 
     @property
     def answers(self) -> bool:
@@ -153,14 +155,13 @@ class DiskTier:
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
         counts = self.counts()
-        s_per_byte = self._throughput.s_per_byte or self._store_speed.s_per_byte
-        if not self.answers:
-            s_per_byte = SILENT_S_PER_BYTE
+        block_s = self.load_block_s if self.answers else SILENT_S_PER_BYTE * self.block_bytes
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
-            load_bytes_per_s=1 / s_per_byte if s_per_byte else 0.0,
+            load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
+            load_overhead_s=self._load_times.fixed_s,
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
@@ -174,9 +175,9 @@ class DiskTier:
         if not hashes:
             await self._calls.to_its_end(self._probe())
             return
-        await self._calls.to_its_end(self._load(hashes[-count:], None))
-        self._throughput.forget()
-        await self._calls.to_its_end(self._load(hashes[:count], None))
+        for part in (hashes[-count:], hashes[:count]):
+            self._load_times.forget()
+            await self._measured(self._load(part, None), len(part))
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         if asyncio.get_running_loop().time() < self._store_after_s:
@@ -188,13 +189,15 @@ class DiskTier:
     async def load(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
     ) -> int:
-        return await self._calls.to_its_end(self._load(hashes, block_ids, within_s=within_s))
+        load = self._load(hashes, block_ids, within_s=within_s)
+        return await self._measured(load, min(len(hashes), len(block_ids)))
 
     async def load_unused(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
     ) -> int:
         """Load content that no request has asked for. Otherwise as `load`; it does not count as a use."""
-        return await self._calls.to_its_end(self._load(hashes, block_ids, within_s=within_s, is_use=False))
+        load = self._load(hashes, block_ids, within_s=within_s, is_use=False)
+        return await self._measured(load, min(len(hashes), len(block_ids)))
 
     def evicted_last(self, count: int) -> list[BlockToStore]:
         """Return the idle content that is evicted last, at most `count` blocks, the last first.
@@ -315,6 +318,15 @@ class DiskTier:
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
+    async def _measured(self, load: Coroutine[Any, Any, int], num_blocks: int) -> int:
+        """Run a load of `num_blocks` to its end, and record its time."""
+        return await self._calls.measured_load(
+            load,
+            self._load_times,
+            num_blocks=num_blocks,
+            copy_block_s=self.store_s(1),
+        )
+
     async def _load(
         self,
         hashes: Sequence[BlockHash],
@@ -334,13 +346,11 @@ class DiskTier:
             for index, slot in enumerate(slots)
         ]
         began_s = loop.time()
-        self._throughput.begin(began_s)
         parts = [expected[first : first + self._part_blocks] for first in range(0, len(slots), self._part_blocks)]
         until_s = None if within_s is None else began_s + within_s
         loaded = await asyncio.gather(*(self._load_part(part, block_ids, until_s) for part in parts))
         num_loaded = self._num_valid(expected, [is_loaded for part in loaded for is_loaded in part])
         num_bytes = sum(map(sum, loaded)) * self.block_bytes
-        self._throughput.end(num_bytes, loop.time())
         if block_ids is not None:
             if is_use:
                 self.slots.count_use(slots[:num_loaded])
@@ -379,7 +389,6 @@ class DiskTier:
             return loaded
         finally:
             self._load_rows.give_back(rows)
-        self._throughput.observe_part(loop.time() - began_s)
         for index in good:
             loaded[index] = True
         return loaded
@@ -412,8 +421,8 @@ class DiskTier:
             if not task.cancelled():
                 task.exception()  # a failed read is only late
             if not is_silent:
-                self._throughput.observe_part(loop.time() - began_s)
-                loop.call_later(REMEASURE_S, self._throughput.forget_parts)
+                self._load_times.late(loop.time() - began_s)
+                loop.call_later(REMEASURE_S, self._load_times.forget_late)
                 return
             self._num_silent_reads -= 1
             if self.answers:

@@ -11,6 +11,7 @@ from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S
 from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
+from baton.engine.tiers.load_times import LoadTimes
 from baton.engine.tiers.slots import TierSlots
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
@@ -74,7 +75,7 @@ class HostTier:
         self._runner = runner
         self._displaced_s = DISPLACED_S if shares_cores else 0.0
         self._num_stores = 0
-        self._store_speed, self._load_speed = CopySpeed(), CopySpeed()
+        self._store_speed, self._load_times = CopySpeed(), LoadTimes()
         self._calls = RunningCalls()
 
     @property
@@ -94,10 +95,13 @@ class HostTier:
 
     def load_s(self, num_blocks: int) -> float | None:
         """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
-        s_per_byte = self._load_speed.s_per_byte
-        if s_per_byte is None:
-            s_per_byte = self._store_speed.s_per_byte
-        return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+        predicted_s = self._load_times.predicted_s(num_blocks)
+        return self.store_s(num_blocks) if predicted_s is None else predicted_s
+
+    @property
+    def load_block_s(self) -> float | None:
+        block_s = self._load_times.block_s
+        return self.store_s(1) if block_s is None else block_s
 
     def store_s(self, num_blocks: int) -> float | None:
         s_per_byte = self._store_speed.s_per_byte
@@ -105,12 +109,13 @@ class HostTier:
 
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
-        counts, block_s = self.counts(), self.load_s(1)
+        counts, block_s = self.counts(), self.load_block_s
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
             load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
+            load_overhead_s=self._load_times.fixed_s,
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
@@ -131,7 +136,12 @@ class HostTier:
         self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
     ) -> int:
         """Otherwise as in `KvTier`, but without a limit: memory answers."""
-        return await self._calls.to_its_end(self._load(hashes, block_ids))
+        return await self._calls.measured_load(
+            self._load(hashes, block_ids),
+            self._load_times,
+            num_blocks=min(len(hashes), len(block_ids)),
+            copy_block_s=self.store_s(1),
+        )
 
     def count_use(self, block_hash: BlockHash) -> None:
         if (slot := self.slots.slot_of(block_hash)) is not None:
@@ -182,7 +192,7 @@ class HostTier:
             AnnouncedBlock(index=index, block_id=slot, generation=self.slots.generation(slot), block_hash=hashes[index])
             for index, slot in enumerate(slots)
         ]
-        took_s = await self._copy(self._copies.to_device, slots, block_ids[: len(slots)], self._load_speed)
+        took_s = await self._copy(self._copies.to_device, slots, block_ids[: len(slots)])
         num_loaded = 0 if took_s is None else self._num_valid(expected)
         self.slots.count_use(slots[:num_loaded])
         self.slots.unpin(slots)  # afterwards, so that the end of a chain is evicted first
@@ -208,9 +218,9 @@ class HostTier:
         copy: Callable[[Sequence[int], Sequence[int]], None],
         source: Sequence[int],
         destination: Sequence[int],
-        speed: CopySpeed,
+        speed: CopySpeed | None = None,
     ) -> float | None:
-        """Return how long the copy took; None if it failed."""
+        """Return how long the copy took; None if it failed. `speed` records it."""
         num_bytes = len(source) * self.block_bytes
         try:
             hit("tier.before_copy", num_blocks=len(source))
@@ -219,5 +229,6 @@ class HostTier:
             log.exception("kv_tier_copy_failed", num_blocks=len(source))
             self.totals.failed_copies += 1
             return None
-        speed.observe(num_bytes, took_s)
+        if speed is not None:
+            speed.observe(num_bytes, took_s)
         return took_s

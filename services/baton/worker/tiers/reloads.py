@@ -19,6 +19,7 @@ from baton.engine.engine import Engine
 from baton.engine.kv_cache.content_index import longest_prefix
 from baton.engine.retention.content_owner import ContentOwner
 from baton.engine.tiers.copy_policy import compute_s, reload_gain_s, reload_wait_s
+from baton.engine.tiers.load_times import LoadTimes
 from baton.runtime.logging import get_logger
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.tiers.slower_tiers import SlowerTiers
@@ -90,6 +91,7 @@ class Reloads:
         self.totals = ReloadTotals()
         self._engine, self._pool = engine, engine.pool
         self._tiers, self._tasks, self._costs = tiers, tasks, costs
+        self._accounting = LoadTimes()
         self._running: dict[BlockHash, asyncio.Task[bool]] = {}  # by the first missing block
         self._num_loading_blocks: Counter[Tier] = Counter()
 
@@ -200,6 +202,8 @@ class Reloads:
         missing = tuple(index for index, each in enumerate(needed) if pool.find(each) is None)
         costs = self._costs()
         predicted_s = tiers.load_s([needed[index] for index in missing], self._num_loading_blocks)
+        if predicted_s is not None:
+            predicted_s += self._accounting.predicted_s(len(needed)) or 0.0
         computed_s = None
         if costs is not None:
             chunk_tokens = self._engine.config.max_num_batched_tokens
@@ -254,6 +258,7 @@ class Reloads:
             # Content may have been withdrawn while another tier was still loading.
             num_loaded = next((i for i in range(num_loaded) if not self._tiers.holds(hashes[i])), num_loaded)
         finally:
+            self._accounting.begin(clock())
             for block_id, block_hash in zip(receiving[:num_loaded], hashes, strict=False):
                 pool.mark_received(block_id, block_hash)
             pool.announce(plan.chain, 0, len(plan.chain), is_end=True, tenant_root=tenant_root)
@@ -261,6 +266,7 @@ class Reloads:
             blocks = held | dict(zip(missing, receiving, strict=True))
             positions = [entry // pool.windows.num_tables for entry in plan.entries]
             pool.unref([blocks[index] for index in range(len(plan.needed))], owner, positions)
+            self._accounting.end(len(plan.needed), clock(), is_complete=True)
         took_s, is_complete = clock() - started_s, num_loaded == len(missing)
         self._count(plan, num_loaded, is_complete=is_complete, took_s=took_s)
         return not is_complete and took_s >= plan.wait_s - CLOCK_S

@@ -150,7 +150,7 @@ class Retention:
         return rate * max(compute_s - self._load_s(compute_s), MIN_SAVED_SHARE * compute_s)
 
     def _load_s(self, compute_s: float) -> float:
-        load_s = 0.0 if self._tier is None else self._tier.load_s(1) or 0.0
+        load_s = 0.0 if self._tier is None else self._tier.load_block_s or 0.0
         return max(load_s, MIN_SAVED_SHARE * compute_s)
 
     def _has_host_copy(self, block_id: int) -> bool:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from baton.engine.tiers.load_times import LoadTimes
+
 ResultT = TypeVar("ResultT")
 
 MAX_STOP_S = 5.0
@@ -43,6 +45,27 @@ class RunningCalls:
         if cancelled is not None:
             raise cancelled
         return task.result()
+
+    async def measured_load(
+        self,
+        load: Coroutine[Any, Any, int],
+        times: LoadTimes,
+        *,
+        num_blocks: int,
+        copy_block_s: float | None = None,
+    ) -> int:
+        """Run a load to its end and record its time. Returns how many blocks it has loaded.
+
+        num_blocks: that it should load. If it loads fewer, its time says nothing.
+        copy_block_s: see `LoadTimes.end`
+        """
+        clock, num_loaded = asyncio.get_running_loop().time, 0
+        times.begin(clock())
+        try:
+            num_loaded = await self.to_its_end(load)
+        finally:
+            times.end(num_loaded, clock(), is_complete=num_loaded == num_blocks, copy_block_s=copy_block_s)
+        return num_loaded
 
     async def ended(self, within_s: float | None = None) -> bool:
         """Wait for all calls. Returns False if some still run after `within_s`."""
