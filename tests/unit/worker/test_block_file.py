@@ -267,6 +267,22 @@ def test_erased_content_is_overwritten_whatever_its_state(tmp_path: Path) -> Non
     assert not again.file.defects
 
 
+@pytest.mark.parametrize(("method", "defect"), [("read_into", "read_error"), ("write", "write_error")])
+def test_an_erasure_that_fails_counts_what_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, defect: str
+) -> None:
+    opened = Opened(tmp_path)
+    opened.write({0: 1, 1: 2})
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(opened.raw, method, fail)
+    with pytest.raises(OSError, match="injected"):
+        opened.file.erase(TENANTS[1])
+    assert opened.file.defects == {DiskDefect(defect): 1}
+
+
 def test_erasing_overwrites_what_another_tenant_has_not_overwritten_yet(tmp_path: Path) -> None:
     opened = Opened(tmp_path)
     opened.write({0: 1})

@@ -9,7 +9,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.engine.tiers.kv_tier import BlockToStore
@@ -33,8 +33,8 @@ from baton.worker.disk.payload_io import PayloadIo, PlainPayloads
 
 log = get_logger(__name__)
 
-_REGION_BYTES = 4 * 2**20
-"""Bytes of headers that are read at a time."""
+_REGION_SLOTS = 4 * 2**20 // HEADER_BYTES
+"""Number of headers that are read at a time."""
 MAX_BAD_PAGES = 16
 """Most pages of headers that may be unreadable. A disk with more has failed."""
 _ERASED_AT_ONCE = 64
@@ -115,12 +115,9 @@ class BlockFile:
 
     def probe(self, slots: Sequence[int], rows: Sequence[int]) -> None:
         """Write rows into slots without content, and wait for the disk, to measure it. Raises OSError."""
-        try:
+        with self._counted(defect_of_write):
             self._payloads.write(rows, [self.shape.payload_offset(slot) for slot in slots])
             self._file.sync()
-        except OSError as error:
-            self.defects[defect_of_write(error)] += 1
-            raise
 
     def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]:
         """Read the payloads of slots with these hashes into rows of the staging buffer.
@@ -169,21 +166,23 @@ class BlockFile:
         slot may be written meanwhile.
         """
         num_erased = 0
-        try:
+        with self._counted(defect_of_write):
             self._payloads.check()
-            for first, region in self._regions():
-                slots = [
-                    found[0]
-                    for found in decode_headers(region, self.shape, self._file_id, first)
-                    if not self._is_of_other(found, tenant_root)
-                ]
+        for first in range(0, self.num_slots, _REGION_SLOTS):
+            headers = range(first, min(first + _REGION_SLOTS, self.num_slots))
+            with self._counted(lambda _: DiskDefect.READ_ERROR):
+                region = self._region(headers)
+            slots = [
+                found[0]
+                for found in decode_headers(region, self.shape, self._file_id, first)
+                if not self._is_of_other(found, tenant_root)
+            ]
+            with self._counted(defect_of_write):
                 for begin in range(0, len(slots), _ERASED_AT_ONCE):
                     self._erase_slots(slots[begin : begin + _ERASED_AT_ONCE])
-                num_erased += len(slots)
+            num_erased += len(slots)
+        with self._counted(defect_of_write):
             self._file.sync()
-        except OSError as error:
-            self.defects[defect_of_write(error)] += 1
-            raise
         return num_erased
 
     def close(self) -> None:
@@ -194,6 +193,15 @@ class BlockFile:
         self._file.close()
 
     # -- internal --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _counted(self, defect_of: Callable[[OSError], DiskDefect]) -> Iterator[None]:
+        """Count an error of the operating system, and raise it."""
+        try:
+            yield
+        except OSError as error:
+            self.defects[defect_of(error)] += 1
+            raise
 
     @staticmethod
     def _is_of_other(found: SlotHeader | tuple[int, DiskDefect], tenant_root: BlockHash) -> bool:
@@ -212,12 +220,6 @@ class BlockFile:
         for slot in slots:
             self._file.write(bytes(HEADER_BYTES), self.shape.header_offset(slot))
 
-    def _regions(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (first slot, its headers and those that follow)."""
-        per_region = _REGION_BYTES // HEADER_BYTES
-        for first in range(0, self.num_slots, per_region):
-            yield first, self._region(range(first, min(first + per_region, self.num_slots)))
-
     def _region(self, slots: range) -> bytes:
         """Read the headers of some slots. Raises OSError."""
         region = bytearray(HEADER_BYTES * len(slots))
@@ -226,9 +228,8 @@ class BlockFile:
 
     def _headers(self) -> Iterator[SlotHeader | DiskDefect]:
         """Yield the headers of all slots that are not empty, or what is wrong with them."""
-        per_region = _REGION_BYTES // HEADER_BYTES
-        for first in range(0, self.num_slots, per_region):
-            yield from self._headers_of(range(first, min(first + per_region, self.num_slots)))
+        for first in range(0, self.num_slots, _REGION_SLOTS):
+            yield from self._headers_of(range(first, min(first + _REGION_SLOTS, self.num_slots)))
 
     def _headers_of(self, slots: range) -> Iterator[SlotHeader | DiskDefect]:
         """Yield the headers of some slots. If they cannot be read at once, they are read in pages.
