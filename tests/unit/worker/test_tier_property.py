@@ -39,6 +39,7 @@ from baton.worker.tiers.reloads import Reloads
 from baton.worker.tiers.retention import Retention
 from baton.worker.tiers.slower_tiers import SlowerTiers
 from baton.worker.tiers.tier_copies import HostCopies
+from baton.worker.tiers.warm_start import WarmStart
 from baton.worker.tiers.worker_regions import WorkerRegions
 from tests import builders
 from tests.scale import sized
@@ -47,6 +48,12 @@ SIZE = 4
 COSTS = StepCostModel.of((0.01, 0.001, 0.0, 0.0, 0.0, 0.0))
 """Computing a block takes far longer than a copy, so that every block is worth one."""
 HASH_BYTES = len(NO_HASH)
+MAX_BYTES_AT_DEATH = 200
+"""Most bytes of writes that reach the disk after a kill: a few headers and payloads."""
+
+
+class DeviceFailed(RuntimeError):
+    """Injected."""
 
 
 class RandomRunner:
@@ -60,7 +67,7 @@ class RandomRunner:
     async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
         await self._step()
         if self._rng.random() < 0.1:
-            raise RuntimeError("the device failed")
+            raise DeviceFailed
         copy()
         await self._step()
         return 1e-6
@@ -75,18 +82,24 @@ class RandomRunner:
 
 
 class MemoryFile:
-    """A `RawFile` in memory. It outlives the worker."""
+    """A `RawFile` in memory, as one incarnation of the worker has it open.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.content = bytearray(num_bytes)
+    num_bytes_left: that still reach the disk, because the process is being killed; None while it lives
+    """
+
+    def __init__(self, content: bytearray) -> None:
+        self.content = content
+        self.num_bytes_left: int | None = None
 
     def read_into(self, buffer: Any, offset: int) -> None:
         view = memoryview(buffer).cast("B")
         view[:] = self.content[offset : offset + len(view)]
 
     def write(self, data: Any, offset: int) -> None:
-        view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")[: self.num_bytes_left]
         self.content[offset : offset + len(view)] = view
+        if self.num_bytes_left is not None:
+            self.num_bytes_left -= len(view)
 
     def sync(self) -> None:
         pass
@@ -133,13 +146,14 @@ class World:
         self.rng = random.Random(seed)
         self.policy, self.now_s = policy, 0.0
         self.shape = FileShape(num_slots=24, block_bytes=HASH_BYTES, layout=b"l" * 16, model=b"m" * 16)
-        self.file = MemoryFile(self.shape.file_bytes) if has_disk else None
+        self.file = MemoryFile(bytearray(self.shape.file_bytes)) if has_disk else None
         self.windows = TableWindows(windows, SIZE)
         self.tasks = BackgroundTasks(self.failed)
         self.errors: list[BaseException] = []
         self.epoch = 0
         self.withdrawn: set[bytes] = set()
         self.storing: list[asyncio.Task[None]] = []
+        self.warm_starts: list[asyncio.Task[None]] = []
         self.calls: list[asyncio.Task[int]] = []
         self.reads: list[Read] = []
         self.sequences: list[tuple[list[int], OwnedRequest]] = []
@@ -170,7 +184,7 @@ class World:
         config = EngineConfig(
             max_num_batched_tokens=16, max_num_seqs=4, max_model_len=64, block_size_tokens=SIZE, eos_token_ids=()
         )
-        engine = Engine(config, self.pool, clock=lambda: 0.0)
+        self.engine = Engine(config, self.pool, clock=lambda: 0.0)
         self.disk = None if self.file is None else self.open_disk(self.file)
         self.tiers = [self.tier] if self.disk is None else [self.tier, self.disk]
         self.budget = self.rng.randint(0, 4)
@@ -196,7 +210,7 @@ class World:
             )
             for tier in self.tiers
         ]
-        self.reloads = Reloads(engine=engine, tiers=SlowerTiers(self.tiers), tasks=self.tasks, costs=lambda: COSTS)
+        self.reloads = Reloads(engine=self.engine, tiers=SlowerTiers(self.tiers), tasks=self.tasks, costs=lambda: COSTS)
         self.regions = WorkerRegions(self.pool, self.tier.slots)
         self.num_returning, self.num_returned = 0, 0
         self.preempted_kv = PreemptedKv(
@@ -335,7 +349,7 @@ class World:
             self.calls += [asyncio.ensure_future(tier.erase_tenant(b"t" * 16)) for tier in self.tiers]
 
     def cancel(self) -> None:
-        running = [task for task in (*self.storing, *self.calls) if not task.done()]
+        running = [task for task in (*self.storing, *self.calls, *self.warm_starts) if not task.done()]
         if running:
             self.rng.choice(running).cancel()
 
@@ -391,8 +405,15 @@ class World:
             read.regions.unpin([block.block_id for block in read.announced])
 
     async def crash(self) -> None:
-        """End the process: everything in it is gone. Reads of peers go on, and find another epoch."""
+        """Kill the process: everything in it is gone. Reads of peers go on, and find another epoch.
+
+        Of the writes under way, some bytes reach the disk. What the dead process does after that changes nothing.
+        """
+        if self.file is not None:
+            self.file.num_bytes_left = self.rng.randint(0, MAX_BYTES_AT_DEATH)
         await self.settle()
+        if self.file is not None:
+            self.file = MemoryFile(self.file.content)
         for read in self.reads:
             read.seen += [bytes(HASH_BYTES)] * (len(read.announced) - len(read.seen))
         self.sequences.clear()
@@ -406,6 +427,9 @@ class World:
             while not measuring.done():
                 self.step()
                 await asyncio.sleep(0)
+        if self.disk is not None:
+            warm_start = WarmStart(engine=self.engine, disk=self.disk, reloads=self.reloads, costs=lambda: COSTS)
+            self.warm_starts.append(asyncio.ensure_future(warm_start.run()))
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -448,12 +472,15 @@ class World:
 
     async def settle(self) -> None:
         """Let every copy and reload end."""
-        while any(not task.done() for task in (*self.storing, *self.calls)) or len(self.tasks) or self.runner.waiting:
+        tasks = [*self.storing, *self.calls, *self.warm_starts]
+        while any(not task.done() for task in tasks) or len(self.tasks) or self.runner.waiting:
             self.step()
             await asyncio.sleep(0)
-        await asyncio.gather(*self.storing, *self.calls, return_exceptions=True)
-        self.storing.clear()
-        self.calls.clear()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception) and not isinstance(ended, DeviceFailed):
+                raise ended
+        for each in (self.storing, self.calls, self.warm_starts):
+            each.clear()
 
     async def run(self, num_actions: int) -> None:
         actions = [
