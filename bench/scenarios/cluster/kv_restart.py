@@ -6,10 +6,10 @@ One prefill and one decode worker run the model on this machine. Each repeat sta
 sends each prompt twice, waits until all blocks are on the disk, and sends each once more: this is *warm*, and
 finds its prefix in device memory. Then all processes end, and new ones start. Each prompt is sent twice:
 *restarted*, whose KV was on the disk, and *again*. Then as many new prompts are sent (*new*). The processes
-end once more, and others start: here as many short prompts come first (*short*), which bear the cost of new
-processes, and then the prompts whose KV was on the disk (*restarted, after short*). Requests run one after
-the other, with pauses of REST_S. Answers to a prompt must have the same tokens each time. The files stay in
-the page cache of the system, which is not restarted.
+end once more, and others start: here as many short prompts come first (*short*), so that they include the
+cost of new processes, and then the prompts whose KV was on the disk (*restarted, after short*). Requests run
+one after the other, with pauses of REST_S. Answers to a prompt must have the same tokens each time. The files
+stay in the page cache of the system, which is not restarted.
 """
 
 import argparse

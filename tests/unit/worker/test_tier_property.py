@@ -407,7 +407,8 @@ class World:
     async def crash(self) -> None:
         """Kill the process: everything in it is gone. Reads of peers go on, and find another epoch.
 
-        Of the writes under way, some bytes reach the disk. What the dead process does after that changes nothing.
+        Of the writes under way, some bytes reach the disk. What the dead process does after that has no
+        effect.
         """
         if self.file is not None:
             self.file.num_bytes_left = self.rng.randint(0, MAX_BYTES_AT_DEATH)

@@ -105,8 +105,8 @@ class TierReport:
 
     tier: a value of `core.kv.kv_events.Tier`, or a tier of a later release.
     total, held: slots, and those with content.
-    load_bytes_per_s: measured speed of reloads; 0 if not known yet.
-    load_overhead_s: measured time of a reload beyond its bytes.
+    load_bytes_per_s: measured speed of reloads, beyond `load_overhead_s`; 0 if not known yet.
+    load_overhead_s: measured time of a reload that does not depend on its bytes.
     loading_bytes: bytes of the reloads under way, which one that begins now waits for.
     """
 

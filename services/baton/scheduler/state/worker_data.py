@@ -54,7 +54,7 @@ class ReportedState(Generic[N]):
     default_link_s_per_byte: N  # expected for a peer that was never read from
     host_reload_s_per_byte: N  # of KV that the worker reloads from host memory; 0 if not known
     disk_reload_s_per_byte: N  # of KV that it reloads from its disk; 0 if not known
-    host_reload_start_s: N  # of a reload from host memory: those under way come first, and each has a fixed time
+    host_reload_start_s: N  # fixed time of a reload from host memory, and that of the reloads under way
     disk_reload_start_s: N  # the same from its disk
     default_link_exposed_s: N  # the same for what a pull takes beyond its bytes (`Links.exposed_s`)
     cost_source: N  # `NO_COSTS`, `PEER_COSTS` (estimated from other workers) or `MEASURED_COSTS`

@@ -35,8 +35,6 @@ STORE_PAUSE_S = 10.0
 """Time without stores after one that failed: a disk that is full or failing is not better a moment later."""
 SILENT_S = 1.0
 """A disk does not answer if a read takes longer than this and than its limit."""
-REMEASURE_S = 60.0
-"""Time for which reads that were late make reloads seem slow. Then one is tried again."""
 SILENT_S_PER_BYTE = 1.0
 """Reported speed of a disk that does not answer. Schedulers expect no reload from it."""
 MEASURED_BLOCKS = 8
@@ -135,13 +133,13 @@ class DiskTier:
 
     def load_s(self, num_blocks: int) -> float | None:
         """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
-        predicted_s = self._load_times.predicted_s(num_blocks)
+        predicted_s = self._load_times.predicted_s(num_blocks, asyncio.get_running_loop().time())
         return self.store_s(num_blocks) if predicted_s is None else predicted_s
 
     @property
     def load_block_s(self) -> float | None:
-        block_s = self._load_times.block_s
-        return self.store_s(1) if block_s is None else block_s
+        cost = self._load_times.cost(asyncio.get_running_loop().time())
+        return self.store_s(1) if cost is None else cost.block_s
 
     @property
     def answers(self) -> bool:
@@ -154,14 +152,14 @@ class DiskTier:
 
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
-        counts = self.counts()
+        counts, cost = self.counts(), self._load_times.cost(asyncio.get_running_loop().time())
         block_s = self.load_block_s if self.answers else SILENT_S_PER_BYTE * self.block_bytes
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
             load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
-            load_overhead_s=self._load_times.fixed_s,
+            load_overhead_s=cost.fixed_s if cost else 0.0,
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
@@ -178,6 +176,7 @@ class DiskTier:
         for part in (hashes[-count:], hashes[:count]):
             self._load_times.forget()
             await self._measured(self._load(part, None), len(part))
+        self._load_times.forget_with_the_next()
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         if asyncio.get_running_loop().time() < self._store_after_s:
@@ -190,14 +189,14 @@ class DiskTier:
         self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
     ) -> int:
         load = self._load(hashes, block_ids, within_s=within_s)
-        return await self._measured(load, min(len(hashes), len(block_ids)))
+        return await self._measured(load, min(len(hashes), len(block_ids)), within_s)
 
     async def load_unused(
         self, hashes: Sequence[BlockHash], block_ids: Sequence[int], *, within_s: float | None = None
     ) -> int:
         """Load content that no request has asked for. Otherwise as `load`; it does not count as a use."""
         load = self._load(hashes, block_ids, within_s=within_s, is_use=False)
-        return await self._measured(load, min(len(hashes), len(block_ids)))
+        return await self._measured(load, min(len(hashes), len(block_ids)), within_s)
 
     def evicted_last(self, count: int) -> list[BlockToStore]:
         """Return the idle content that is evicted last, at most `count` blocks, the last first.
@@ -318,12 +317,13 @@ class DiskTier:
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
-    async def _measured(self, load: Coroutine[Any, Any, int], num_blocks: int) -> int:
+    async def _measured(self, load: Coroutine[Any, Any, int], num_blocks: int, within_s: float | None = None) -> int:
         """Run a load of `num_blocks` to its end, and record its time."""
         return await self._calls.measured_load(
             load,
             self._load_times,
             num_blocks=num_blocks,
+            within_s=within_s,
             copy_block_s=self.store_s(1),
         )
 
@@ -421,8 +421,7 @@ class DiskTier:
             if not task.cancelled():
                 task.exception()  # a failed read is only late
             if not is_silent:
-                self._load_times.late(loop.time() - began_s)
-                loop.call_later(REMEASURE_S, self._load_times.forget_late)
+                self._load_times.read_was_late(len(rows), loop.time() - began_s, loop.time())
                 return
             self._num_silent_reads -= 1
             if self.answers:

@@ -1,5 +1,6 @@
 """`HostTier`: the KV blocks that a worker keeps in host memory, which its peers may read, too."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,13 +96,13 @@ class HostTier:
 
     def load_s(self, num_blocks: int) -> float | None:
         """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
-        predicted_s = self._load_times.predicted_s(num_blocks)
+        predicted_s = self._load_times.predicted_s(num_blocks, asyncio.get_running_loop().time())
         return self.store_s(num_blocks) if predicted_s is None else predicted_s
 
     @property
     def load_block_s(self) -> float | None:
-        block_s = self._load_times.block_s
-        return self.store_s(1) if block_s is None else block_s
+        cost = self._load_times.cost(asyncio.get_running_loop().time())
+        return self.store_s(1) if cost is None else cost.block_s
 
     def store_s(self, num_blocks: int) -> float | None:
         s_per_byte = self._store_speed.s_per_byte
@@ -109,13 +110,14 @@ class HostTier:
 
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
-        counts, block_s = self.counts(), self.load_block_s
+        counts, cost = self.counts(), self._load_times.cost(asyncio.get_running_loop().time())
+        block_s = self.load_block_s
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
             load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
-            load_overhead_s=self._load_times.fixed_s,
+            load_overhead_s=cost.fixed_s if cost else 0.0,
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 

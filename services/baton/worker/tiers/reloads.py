@@ -22,6 +22,7 @@ from baton.engine.tiers.copy_policy import compute_s, reload_gain_s, reload_wait
 from baton.engine.tiers.load_times import LoadTimes
 from baton.runtime.logging import get_logger
 from baton.worker.background_tasks import BackgroundTasks
+from baton.worker.tiers.running_calls import CLOCK_S
 from baton.worker.tiers.slower_tiers import SlowerTiers
 
 log = get_logger(__name__)
@@ -29,8 +30,6 @@ log = get_logger(__name__)
 MAX_RATIOS = 1024
 END_S = 0.05
 """Time for the last copies of a reload whose time is over."""
-CLOCK_S = 0.001
-"""Resolution of the event loop's timers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +202,7 @@ class Reloads:
         costs = self._costs()
         predicted_s = tiers.load_s([needed[index] for index in missing], self._num_loading_blocks)
         if predicted_s is not None:
-            predicted_s += self._accounting.predicted_s(len(needed)) or 0.0
+            predicted_s += self._accounting.predicted_s(len(needed), asyncio.get_running_loop().time()) or 0.0
         computed_s = None
         if costs is not None:
             chunk_tokens = self._engine.config.max_num_batched_tokens
@@ -258,7 +257,7 @@ class Reloads:
             # Content may have been withdrawn while another tier was still loading.
             num_loaded = next((i for i in range(num_loaded) if not self._tiers.holds(hashes[i])), num_loaded)
         finally:
-            self._accounting.begin(clock())
+            loaded_s = clock()
             for block_id, block_hash in zip(receiving[:num_loaded], hashes, strict=False):
                 pool.mark_received(block_id, block_hash)
             pool.announce(plan.chain, 0, len(plan.chain), is_end=True, tenant_root=tenant_root)
@@ -266,8 +265,10 @@ class Reloads:
             blocks = held | dict(zip(missing, receiving, strict=True))
             positions = [entry // pool.windows.num_tables for entry in plan.entries]
             pool.unref([blocks[index] for index in range(len(plan.needed))], owner, positions)
-            self._accounting.end(len(plan.needed), clock(), is_complete=True)
-        took_s, is_complete = clock() - started_s, num_loaded == len(missing)
+        ended_s, is_complete = clock(), num_loaded == len(missing)
+        took_s = ended_s - started_s
+        if is_complete:
+            self._accounting.observe(len(plan.needed), ended_s - loaded_s, ended_s)
         self._count(plan, num_loaded, is_complete=is_complete, took_s=took_s)
         return not is_complete and took_s >= plan.wait_s - CLOCK_S
 

@@ -11,6 +11,8 @@ ResultT = TypeVar("ResultT")
 MAX_STOP_S = 5.0
 """Longest wait of a cancelled call for its copy. Calls are cancelled only when the worker stops; a failed
 device may never end its copies, and must not keep the process from ending."""
+CLOCK_S = 0.001
+"""Resolution of the event loop's timers."""
 
 
 class RunningCalls:
@@ -52,19 +54,27 @@ class RunningCalls:
         times: LoadTimes,
         *,
         num_blocks: int,
+        within_s: float | None = None,
         copy_block_s: float | None = None,
     ) -> int:
         """Run a load to its end and record its time. Returns how many blocks it has loaded.
 
-        num_blocks: that it should load. If it loads fewer, its time says nothing.
-        copy_block_s: see `LoadTimes.end`
+        num_blocks, within_s: how many it should load, and its limit. copy_block_s: see `LoadTimes.end`
         """
         clock, num_loaded = asyncio.get_running_loop().time, 0
-        times.begin(clock())
+        began_s = clock()
+        times.begin(began_s)
         try:
             num_loaded = await self.to_its_end(load)
         finally:
-            times.end(num_loaded, clock(), is_complete=num_loaded == num_blocks, copy_block_s=copy_block_s)
+            ended_s = clock()
+            times.end(
+                num_loaded,
+                ended_s,
+                num_wanted=num_blocks,
+                is_cut_off=within_s is not None and num_loaded < num_blocks and ended_s - began_s >= within_s - CLOCK_S,
+                copy_block_s=copy_block_s,
+            )
         return num_loaded
 
     async def ended(self, within_s: float | None = None) -> bool:
