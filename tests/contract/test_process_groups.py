@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from random import Random
 
 import psutil
@@ -32,10 +33,11 @@ from tests.scale import sized
 pytestmark = [pytest.mark.contract, pytest.mark.model, pytest.mark.timeout(120)]
 
 SILENCE_S = 2.0
+OWN_WORKERS = (*WORKERS, builders.worker_ref("d1", epoch=9))
 
 
 def endpoint(number: int, *, silence_s: float = SILENCE_S, memories: list[HostMemory]) -> Endpoint:
-    worker, memory = WORKERS[number], allocate_private(NUM_BLOCKS, LAYOUT.block_bytes)
+    worker, memory = OWN_WORKERS[number], allocate_private(NUM_BLOCKS, LAYOUT.block_bytes)
     memories.append(memory)
     table = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
     kind = GlooKind(LAYOUT, memory, host="127.0.0.1")
@@ -160,12 +162,36 @@ async def test_the_end_of_the_owners_stream_ends_running_reads() -> None:
         assert await state_of(pair, waiting) is ReadState.LOST
 
 
-async def test_a_silent_peer_delays_no_other_pair() -> None:
-    async with connected(silence_s=60) as silent, connected(silence_s=60) as other:
+async def test_a_silent_owner_delays_no_other_pair_of_its_reader() -> None:
+    memories: list[HostMemory] = []
+    async with connected(silence_s=60) as silent:
+        other = Pair(owner=endpoint(2, memories=memories), reader=silent.reader, read_ids=count(1000))
+        other.reader.backend.connect(other.memory, LAYOUT, other.send)
+        other.owner.fill(2, 2)
         waiting = start_unannounced(silent, {1: 1})
         for _ in range(20):
             assert await other.read({2: 2}) is ReadState.DONE
+        assert other.reader.holds(2, 2)
         assert silent.reader.backend.poll(waiting) is ReadState.RUNNING
+        other.server.close()
+        await other.owner.backend.aclose()
+    memories[0].close()
+
+
+async def test_a_silent_reader_delays_no_other_pair_of_its_owner() -> None:
+    memories: list[HostMemory] = []
+    async with connected(silence_s=60) as silent:
+        other = Pair(owner=silent.owner, reader=endpoint(2, memories=memories), read_ids=count(1000))
+        other.reader.backend.connect(other.memory, LAYOUT, other.send)
+        assert await silent.read({0: 0}) is ReadState.DONE
+        for number in range(8):  # answers that the reader does not expect, so that it takes none
+            announce(silent, ReadId(5000 + number), (1,))
+        for _ in range(20):
+            assert await other.read({2: 2}) is ReadState.DONE
+        assert other.reader.holds(2, 2)
+        other.server.close()
+        await other.reader.backend.aclose()
+    memories[0].close()
 
 
 @pytest.mark.parametrize("key", ["0/0", "0/1", "x"])

@@ -15,6 +15,8 @@ from tests.times import TEST_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(sized(100, 400))]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs NIXL, /dev/shm and /proc, which only Linux has")
+NOTICED_S = 5.0
+"""Longest time until a reader has noticed that its owner is dead: the default of `detection_s`."""
 BACKENDS = [pytest.param("nixl", marks=on_linux), "local", pytest.param("collective", marks=pytest.mark.long)]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
@@ -133,11 +135,9 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
             await owner.kill()
             with pytest.raises(PeerDied):
                 await pull  # its prefill command
-            for _attempt in range(100):
-                state = await reader.ask("state")
-                if state["blocks"]["receiving"] == state["blocks"]["used"] == 0:
-                    break
-                await asyncio.sleep(0.1)
+            async with asyncio.timeout(NOTICED_S):
+                while (state := await reader.ask("state"))["blocks"]["receiving"] or state["blocks"]["used"]:
+                    await asyncio.sleep(0.05)
             assert state["blocks"]["quarantined"] == 0
             await assert_clean(reader)
             owner = await group.start(backend, "p0", 101 + round_number, port=int(before["address"].rsplit(":", 1)[1]))
