@@ -76,6 +76,16 @@ async def assert_clean(*handles: PeerHandle) -> None:
             pytest.fail(f"{handle.ref['worker_id']} is not clean: {state}")
 
 
+async def until_idle(handle: PeerHandle, within_s: float) -> dict:
+    """Wait until no sequence has blocks and no block is being received. Returns the state of the process."""
+    for _attempt in range(int(within_s / 0.05)):
+        state: dict = await handle.ask("state")
+        if state["blocks"]["receiving"] == state["blocks"]["used"] == 0:
+            return state
+        await asyncio.sleep(0.05)
+    pytest.fail(f"{handle.ref['worker_id']} is not idle within {within_s:g} s: {state}")
+
+
 async def until_no_more_than(was: dict, handle: PeerHandle) -> None:
     """Wait until a process has as few threads, descriptors and tasks as before. Some end late."""
     for _attempt in range(100):
@@ -135,9 +145,7 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
             await owner.kill()
             with pytest.raises(PeerDied):
                 await pull  # its prefill command
-            async with asyncio.timeout(NOTICED_S):
-                while (state := await reader.ask("state"))["blocks"]["receiving"] or state["blocks"]["used"]:
-                    await asyncio.sleep(0.05)
+            state = await until_idle(reader, NOTICED_S)
             assert state["blocks"]["quarantined"] == 0
             await assert_clean(reader)
             owner = await group.start(backend, "p0", 101 + round_number, port=int(before["address"].rsplit(":", 1)[1]))

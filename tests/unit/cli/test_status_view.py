@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from baton.cli.admin.status_view import render_status
-from baton.cli.formatting import size, speed
+from baton.cli.formatting import seconds, size, speed
 from baton.core.cluster.worker_report import TierReport, WorkerState
 from tests.builders import blocks, cluster_status, link, worker_report
 from tests.unit.cli.screen import printed, row
@@ -34,12 +34,20 @@ def test_worker_row_begins_with_its_load() -> None:
 
 
 def test_slower_tiers_have_a_table_if_there_are_any() -> None:
-    tier = TierReport(tier="host", total=2000, held=1234, load_bytes_per_s=12e9)
+    tier = TierReport(tier="host", total=2000, held=1234, load_bytes_per_s=12e9, load_overhead_s=0.0013)
     tiered, plain = worker_report("w0", tiers=(tier,)), worker_report("w1")
     screen = printed(render_status(cluster_status(tiered, plain)))
     memory = size(2000 * tiered.layout.block_bytes).split()
     table = screen[screen.index("KV blocks in slower tiers") :]
-    assert row(table, "w0  ") == ["w0", "host", "1,234", "2,000", *memory, *speed(12e9).split()]
+    assert row(table, "w0  ") == [
+        "w0",
+        "host",
+        "1,234",
+        "2,000",
+        *memory,
+        *speed(12e9).split(),
+        *seconds(0.0013).split(),
+    ]
     assert "slower tiers" not in printed(render_status(cluster_status(plain)))
     unmeasured = worker_report("w0", tiers=(replace(tier, load_bytes_per_s=0.0),))
     assert "unmeasured" in printed(render_status(cluster_status(unmeasured)))

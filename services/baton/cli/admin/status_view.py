@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.formatting import size, speed, table
+from baton.cli.formatting import seconds, size, speed, table
 from baton.core.client_api import ClusterStatus, ProcessInfo, WorkerStatus
 from baton.core.cluster.worker_report import LinkReport, WorkerState
 
@@ -169,8 +169,9 @@ def _blocks(workers: Sequence[WorkerStatus]) -> Table:
 
 
 def _tiers(workers: Sequence[WorkerStatus]) -> Table:
-    """Table of the slower tiers: blocks with content, size, and speed of reloads."""
-    result = table("worker", "tier", ">held", ">total", ">memory", ">reload speed", title="KV blocks in slower tiers")
+    """Table of the slower tiers: blocks with content, size, and speed and fixed time of reloads."""
+    columns = ("worker", "tier", ">held", ">total", ">memory", ">reload speed", ">fixed time")
+    result = table(*columns, title="KV blocks in slower tiers")
     for worker in workers:
         for tier in worker.tiers:
             result.add_row(
@@ -180,6 +181,7 @@ def _tiers(workers: Sequence[WorkerStatus]) -> Table:
                 f"{tier.total:,}",
                 size(tier.total * worker.block_bytes),
                 speed(tier.load_bytes_per_s) if tier.load_bytes_per_s else "unmeasured",
+                seconds(tier.load_overhead_s),
             )
     return result
 
