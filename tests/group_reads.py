@@ -56,7 +56,7 @@ async def entries_over_group(network: Network, hello: PeerHello) -> tuple[Genera
             stream.send(WillRead(transfer_id=TransferId(0), read_id=read_id, block_ids=block_ids))
             assert await backend.wait(read_id) is ReadState.DONE
             entries_id = ReadId(next(numbers))
-            backend.start_read_generations(entries_id, source)
+            backend.start_read_generations(entries_id, source, read_id)
             entries += backend.generations(entries_id)
             for ended in (read_id, entries_id):
                 backend.release(ended)

@@ -1,6 +1,7 @@
 """Process groups: late answers, silence, refused reads, new streams, hostile messages, leaks."""
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -36,12 +37,14 @@ SILENCE_S = 2.0
 OWN_WORKERS = (*WORKERS, builders.worker_ref("d1", epoch=9))
 
 
-def endpoint(number: int, *, silence_s: float = SILENCE_S, memories: list[HostMemory]) -> Endpoint:
-    worker, memory = OWN_WORKERS[number], allocate_private(NUM_BLOCKS, LAYOUT.block_bytes)
+def endpoint(
+    number: int, *, silence_s: float = SILENCE_S, memories: list[HostMemory], num_blocks: int = NUM_BLOCKS
+) -> Endpoint:
+    worker, memory = OWN_WORKERS[number], allocate_private(num_blocks, LAYOUT.block_bytes)
     memories.append(memory)
     table = MemoryGenerationTable(memory.generation_table, worker.worker_epoch)
     kind = GlooKind(LAYOUT, memory, host="127.0.0.1")
-    backend = CollectiveBackend(worker=worker, layout=LAYOUT, kind=kind, num_blocks=NUM_BLOCKS, silence_s=silence_s)
+    backend = CollectiveBackend(worker=worker, layout=LAYOUT, kind=kind, num_blocks=num_blocks, silence_s=silence_s)
 
     def fill(block_id: int, seed: int) -> None:
         memoryview(memory.kv[block_id].data)[:] = pattern(seed, LAYOUT.block_bytes)
@@ -53,10 +56,10 @@ def endpoint(number: int, *, silence_s: float = SILENCE_S, memories: list[HostMe
 
 
 @asynccontextmanager
-async def connected(silence_s: float = SILENCE_S) -> AsyncIterator[Pair]:
+async def connected(silence_s: float = SILENCE_S, owner_blocks: int = NUM_BLOCKS) -> AsyncIterator[Pair]:
     memories: list[HostMemory] = []
     pair = Pair(
-        owner=endpoint(0, silence_s=silence_s, memories=memories),
+        owner=endpoint(0, silence_s=silence_s, memories=memories, num_blocks=owner_blocks),
         reader=endpoint(1, silence_s=silence_s, memories=memories),
     )
     pair.reader.backend.connect(pair.memory, LAYOUT, pair.send)
@@ -278,10 +281,7 @@ async def test_generation_that_begins_while_blocks_are_copied_is_seen() -> None:
                 pair.owner.generation_table.begin_generation(4)
 
         pair.owner.backend._kind.messages._gather = gather_and_reuse  # type: ignore[attr-defined]
-        assert await pair.read({4: 4}) is ReadState.DONE
-        read_id = ReadId(next(pair.read_ids))
-        pair.reader.backend.start_read_generations(read_id, pair.describe((4,)))
-        (entry,) = pair.reader.backend.generations(read_id)
+        (entry,) = await pair.read_validated({4: 4})
         assert entry.generation == 1
 
 
@@ -404,14 +404,14 @@ def test_a_group_that_is_closed_as_a_message_arrives_ends(num_waiting: int) -> N
         on_read=lambda read, state, entries: ended.append((read.read_id, state)),
     )
     for number in range(1, 2 + num_waiting):
-        assert group.put(GroupRead(read_id=ReadId(number), agent_name="p0", block_ids=(0,), own=(0,)))
+        assert group.put(GroupRead(read_id=ReadId(number), num_blocks=1, own=(0,)))
     assert fake.waits.wait(10)
     group.close()
     fake.may_arrive.set()
     assert group.join(10)
     assert group.has_ended
     assert ended == [(1, ReadState.DONE), *[(2, ReadState.LOST)] * num_waiting]
-    assert not group.put(GroupRead(read_id=ReadId(9), agent_name="p0", block_ids=(0,), own=(0,)))
+    assert not group.put(GroupRead(read_id=ReadId(9), num_blocks=1, own=(0,)))
 
 
 def test_readers_have_half_as_much_in_flight_as_owners_serve() -> None:
@@ -431,9 +431,49 @@ async def test_memory_of_another_owner_with_the_same_name_is_another_owner() -> 
         assert sent[0].key == "join"
 
 
-async def test_entries_of_a_group_that_was_left_are_not_used() -> None:
+async def test_entries_of_one_read_validate_no_other_read() -> None:
     async with connected(silence_s=60) as pair:
-        assert await pair.read({4: 4}) is ReadState.DONE
-        read_id = pair.start({4: 4})
-        pair.reader.backend._owners[pair.owner.worker.incarnation].number += 1  # type: ignore[attr-defined]
-        assert await state_of(pair, read_id) is ReadState.LOST
+        reader = pair.reader.backend
+        first = pair.start({4: 4})
+        assert await reader.wait(first) is ReadState.DONE
+        pair.owner.generation_table.begin_generation(4)
+        second, other = pair.start({4: 5}), pair.start({6: 6})
+        for read_id in (second, other):
+            assert await reader.wait(read_id) is ReadState.DONE
+        assert [(await pair.entries(each, (4,)))[0].generation for each in (second, first)] == [1, 0]
+        for block_ids, payload in (((4,), other), ((4, 6), first), ((4,), None)):
+            with pytest.raises(ValueError, match=f"payload is {payload}; must be a read of the same blocks"):
+                reader.start_read_generations(ReadId(99), pair.describe(block_ids), payload)
+        reader.release(first)
+        with pytest.raises(ValueError, match="not released"):
+            reader.start_read_generations(ReadId(99), pair.describe((4,)), first)
+
+
+def num_entries() -> int:
+    """Return how many generation-table entries this process holds as objects."""
+    gc.collect()
+    return sum(isinstance(each, GenerationEntry) for each in gc.get_objects())
+
+
+async def test_entries_of_a_read_are_kept_until_its_release_only() -> None:
+    """The owner has more blocks than any limit of the reader's own pool, and all of them are read."""
+    num_blocks = 2 * NUM_BLOCKS + MessageFormat.of(LAYOUT).max_blocks + 1
+    async with connected(silence_s=60, owner_blocks=num_blocks) as pair:
+        before = num_entries()
+        for first in range(0, num_blocks - 1, NUM_BLOCKS):
+            part = range(first, min(first + NUM_BLOCKS, num_blocks - 1))
+            await pair.read_validated({block_id: block_id - first for block_id in part})
+        assert len(await pair.read_validated({0: 0, num_blocks - 1: 1})) == 2
+        late = pair.start({1: 1, 2: 2})
+        assert await state_of(pair, late) is ReadState.DONE  # released, and never validated
+        assert num_entries() <= before + 2  # the thread of the group may still hold those of the last read
+
+
+async def test_a_read_that_its_group_did_not_serve_has_no_entries() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        reader, read_id = pair.reader.backend, start_unannounced(pair, {1: 1})
+        refuse(pair, read_id, 1)
+        assert await reader.wait(read_id) is ReadState.LOST
+        reader.start_read_generations(ReadId(99), pair.describe((1,)), read_id)
+        assert reader.poll(ReadId(99)) is ReadState.LOST

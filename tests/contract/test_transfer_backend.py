@@ -11,7 +11,7 @@ from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from tests import builders
-from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS, Pair
+from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS
 
 pytestmark = pytest.mark.contract
 
@@ -27,16 +27,6 @@ def _each_of(names: Iterable[str]) -> pytest.MarkDecorator:
 
 all_backends = _each_of(BACKENDS)
 checking_backends = _each_of(name for name in BACKENDS if name not in UNCHECKED)
-
-
-async def read_entries(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
-    """Return the entries as the reader's validation sees them."""
-    read_id = ReadId(next(pair.read_ids))
-    pair.reader.backend.start_read_generations(read_id, pair.describe(block_ids))
-    assert await pair.reader.backend.wait(read_id) is ReadState.DONE
-    entries = pair.reader.backend.generations(read_id)
-    pair.reader.backend.release(read_id)
-    return entries
 
 
 @all_backends
@@ -74,8 +64,7 @@ async def test_generations_are_returned_in_the_requested_order(backend: str) -> 
             pair.owner.generation_table.begin_generation(block_id)
             pair.owner.generation_table.set_hash(block_id, bytes([block_id]) * 16)
         pair.owner.generation_table.begin_generation(9)
-        assert await pair.read({9: 0, 4: 1, 5: 2}) is ReadState.DONE
-        assert await read_entries(pair, 9, 4, 5) == (
+        assert await pair.read_validated({9: 0, 4: 1, 5: 2}) == (
             GenerationEntry(generation=2, block_hash=bytes(16), worker_epoch=7),
             GenerationEntry(generation=1, block_hash=b"\4" * 16, worker_epoch=7),
             GenerationEntry(generation=0, block_hash=bytes(16), worker_epoch=7),
@@ -85,11 +74,9 @@ async def test_generations_are_returned_in_the_requested_order(backend: str) -> 
 @all_backends
 async def test_generation_begun_before_a_read_is_returned_after_it(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
-        assert await pair.read({4: 1}) is ReadState.DONE
-        assert (await read_entries(pair, 4))[0].generation == 0
+        assert (await pair.read_validated({4: 1}))[0].generation == 0
         pair.owner.generation_table.begin_generation(4)
-        assert await pair.read({4: 1}) is ReadState.DONE
-        assert (await read_entries(pair, 4))[0].generation == 1
+        assert (await pair.read_validated({4: 1}))[0].generation == 1
 
 
 @all_backends

@@ -178,7 +178,7 @@ def test_blocks_and_entries_of_both_regions_are_read(kind: str) -> None:
                 assert await regions.reader.wait(ReadId(10 + region)) is ReadState.DONE
                 seeds = [100 * region + block_id for block_id in source.block_ids]
                 assert all(regions.got(own, seed) for own, seed in zip((2, 5, 6), seeds, strict=True))
-                regions.reader.start_read_generations(ReadId(20 + region), source)
+                regions.reader.start_read_generations(ReadId(20 + region), source, ReadId(10 + region))
                 assert await regions.reader.wait(ReadId(20 + region)) is ReadState.DONE
                 entries = regions.reader.generations(ReadId(20 + region))
                 assert [entry.generation for entry in entries] == [region + 1] * 3

@@ -1,7 +1,7 @@
 """Builds each implementation of `TransferBackend` with the memories of two workers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import GroupMessage
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
-from baton.transfer.backend import KvDescriptor, ReadServer, ReadState, TransferBackend
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadServer, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.backends.local_backend import LocalBackend
 from baton.transfer.backends.nixl.nixl_backend import NixlBackend
@@ -93,6 +93,23 @@ class Pair:
         state = await self.reader.backend.wait(read_id)
         self.reader.backend.release(read_id)
         return state
+
+    async def read_validated(self, blocks: dict[int, int]) -> tuple[GenerationEntry, ...]:
+        """Read blocks, and return the entries as the reader's validation sees them."""
+        payload = self.start(blocks)
+        assert await self.reader.backend.wait(payload) is ReadState.DONE
+        entries = await self.entries(payload, blocks)
+        self.reader.backend.release(payload)
+        return entries
+
+    async def entries(self, payload: ReadId, block_ids: Iterable[int]) -> tuple[GenerationEntry, ...]:
+        """Return the entries of the blocks of a read that has ended."""
+        read_id = ReadId(next(self.read_ids))
+        self.reader.backend.start_read_generations(read_id, self.describe(tuple(block_ids)), payload)
+        assert await self.reader.backend.wait(read_id) is ReadState.DONE
+        entries = self.reader.backend.generations(read_id)
+        self.reader.backend.release(read_id)
+        return entries
 
     async def probe(self, *block_ids: int) -> ReadState:
         read_id = ReadId(next(self.read_ids))

@@ -107,7 +107,7 @@ async def _read(side: _Side) -> None:
         side.pipe.send(("expect", read_id, block_ids))
         state = await side.backend.wait(read_id)
         assert state is ReadState.DONE, f"read {number} ended in state {state.value}"
-        side.backend.start_read_generations(entries_id, source)
+        side.backend.start_read_generations(entries_id, source, read_id)
         expected = tuple(GenerationEntry(generation=1, block_hash=bytes([b]) * 16, worker_epoch=7) for b in block_ids)
         assert side.backend.generations(entries_id) == expected
         for mine, theirs in zip(own, block_ids, strict=True):

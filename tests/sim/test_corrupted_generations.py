@@ -36,9 +36,11 @@ def test_corrupted_entries_are_discarded_and_the_answer_is_exact(
         destinations[source.block_ids] = block_ids[0]
         intact_read(self, read_id, source, block_ids)
 
-    def noted_start(self: SimTransferBackend, read_id: ReadId, source: KvDescriptor) -> None:
+    def noted_start(
+        self: SimTransferBackend, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None
+    ) -> None:
         sources[id(self), read_id] = source.block_ids
-        intact_start(self, read_id, source)
+        intact_start(self, read_id, source, payload)
 
     def corrupted(self: SimTransferBackend, read_id: ReadId) -> tuple[GenerationEntry, ...]:
         entries = intact(self, read_id)

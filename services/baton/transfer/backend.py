@@ -177,11 +177,14 @@ class TransferBackend(Protocol):
         """
         ...
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
         """Start to read the generation-table entries of the source's blocks.
 
-        Call it after the read of these blocks is terminal; otherwise the entries validate nothing. Two-sided
-        reads bring the entries with the blocks, and this returns those of the last such read of each block.
+        Call it after the read of these blocks is terminal; otherwise the entries validate nothing.
+
+        payload: that read, which must not be released yet. A two-sided read brings the entries with the
+            blocks and keeps them until its release. Raises ValueError if it is not given, or has read other
+            blocks. One-sided backends do not need it.
         """
         ...
 

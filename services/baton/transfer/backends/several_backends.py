@@ -68,8 +68,8 @@ class SeveralBackends:
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         self._start(read_id, source, lambda backend: backend.start_read(read_id, source, block_ids))
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        self._start(read_id, source, lambda backend: backend.start_read_generations(read_id, source))
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+        self._start(read_id, source, lambda backend: backend.start_read_generations(read_id, source, payload))
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._start(read_id, source, lambda backend: backend.start_probe(read_id, source))

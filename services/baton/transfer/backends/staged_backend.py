@@ -101,8 +101,8 @@ class StagedBackend:
             self._copy_to_device(read_id, tuple(block_ids)), name=f"kv-staged-{read_id}"
         )
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        self._host.start_read_generations(read_id, source)
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+        self._host.start_read_generations(read_id, source, payload)
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._host.start_probe(read_id, source)

@@ -184,7 +184,7 @@ class PeerReads:
         """Read the source's blocks into own blocks.
 
         Returns the read's id and its state: terminal, IN_DOUBT, or None if the deadline passed while it still
-        runs. The caller must then call `end_read` if it is terminal, else `quarantine`.
+        runs. The caller must then call `end_read` and `release` if it is terminal, else `quarantine`.
         """
         read_id = self._shared.next_read_id()
         started_s = self._clock()
@@ -195,9 +195,12 @@ class PeerReads:
             self.bandwidth.ended(len(own) * self.block_bytes, started_s, self._clock())
         return read_id, state
 
-    def end_read(self, read_id: ReadId, num_blocks: int) -> None:
-        """Release a terminal read and its share of the in-flight limit."""
+    def release(self, read_id: ReadId) -> None:
+        """Drop a terminal read, after its blocks were validated."""
         self._backend.release(read_id)
+
+    def end_read(self, num_blocks: int) -> None:
+        """Give back a terminal read's share of the in-flight limit."""
         self.inflight_blocks -= num_blocks
         asyncio.get_running_loop().call_soon(self._on_change)
 
@@ -225,14 +228,14 @@ class PeerReads:
 
         self._shared.quarantine.watch(read_id, own, on_terminal)
 
-    async def read_generations(self, source: KvDescriptor) -> tuple[GenerationEntry, ...] | None:
-        """Read the generation-table entries of the source's blocks.
+    async def read_generations(self, payload: ReadId, source: KvDescriptor) -> tuple[GenerationEntry, ...] | None:
+        """Read the generation-table entries of the source's blocks. `payload`: the read of these blocks.
 
         Returns None if the read failed. Raises TimeoutError if its deadline passed, ReadLost if the owner has
         not served it.
         """
         read_id = self._shared.next_read_id()
-        self._backend.start_read_generations(read_id, source)
+        self._backend.start_read_generations(read_id, source, payload)
         state = await self._wait(read_id, self.inflight_blocks * self.block_bytes)
         if state is None or state is ReadState.IN_DOUBT:
             self._shared.quarantine.watch(read_id, (), lambda _state: None)

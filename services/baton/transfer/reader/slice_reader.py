@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from baton.core.ids import TransferId, WorkerRef
+from baton.core.ids import ReadId, TransferId, WorkerRef
 from baton.runtime.failpoints import FailpointError, hit
 from baton.transfer.backend import KvDescriptor, ReadState
 from baton.transfer.integrity.validate_read import mismatch
@@ -89,18 +89,21 @@ class SliceReader:
             reads.quarantine(read_id, part.own, problem, in_doubt=state is ReadState.IN_DOUBT)
             self._blocks.lose_memory(part)
         else:
-            reads.end_read(read_id, len(part.own))
+            reads.end_read(len(part.own))
             self._num_done += 1
-            if state is ReadState.LOST:
-                problem = LOST
-            elif state is ReadState.DONE and self._is_wanted():
-                problem = await self._validate(reads, source, part)
+            try:
+                if state is ReadState.LOST:
+                    problem = LOST
+                elif state is ReadState.DONE and self._is_wanted():
+                    problem = await self._validate(reads, read_id, source, part)
+            finally:
+                reads.release(read_id)  # not before: a two-sided read has its entries until then
         self._blocks.end_read(part)
         if not self._blocks.num_reading:
             self.transfer_s += self._clock() - self.reading_since_s
         self._on_end(SliceEnd(part=part, reads=reads, problem=problem))
 
-    async def _validate(self, reads: PeerReads, source: KvDescriptor, part: Slice) -> str | None:
+    async def _validate(self, reads: PeerReads, read_id: ReadId, source: KvDescriptor, part: Slice) -> str | None:
         """Return None if the slice is valid, or else the problem (see `SliceEnd`)."""
         try:
             hit("transfer.slice_done", owner=self._owner.worker_id, slices=self._num_done)
@@ -108,7 +111,7 @@ class SliceReader:
         except FailpointError:
             return FAILED
         try:
-            entries = await reads.read_generations(source)
+            entries = await reads.read_generations(read_id, source)
         except TimeoutError:
             return LATE
         except ReadLost:

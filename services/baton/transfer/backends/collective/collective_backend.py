@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, islice
+from itertools import count
 from typing import Protocol
 
 from baton.core.errors import LayoutMismatch
@@ -20,7 +19,6 @@ from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import (
-    GenerationEntry,
     KvDescriptor,
     ReadServer,
     ReadState,
@@ -86,14 +84,12 @@ class _Owner:
     send: on the present stream
     regions: agent names of its memory
     transport: kind of group; empty until one has formed
-    entries: those of the blocks that were read last, by agent name and block id
     """
 
     ref: WorkerRef
     send: SendGroup
     transport: str = ""
     regions: set[str] = field(default_factory=set)
-    entries: dict[tuple[str, int], GenerationEntry] = field(default_factory=dict)
     number: int = 0
     store: RendezvousStore | None = None
     group: ReadingGroup | None = None
@@ -125,10 +121,10 @@ class CollectiveBackend(TrackedReads):
         self._layout, self._kind, self._silence_s = layout, kind, silence_s
         self._format = MessageFormat.of(layout)
         self.max_probe_blocks = min(num_blocks, self._format.max_blocks)
-        self._max_entries = 2 * num_blocks + self._format.max_blocks
         self._num_all_blocks = num_blocks + num_slots
         self._numbers = count(1)
         self._owners: dict[Incarnation, _Owner] = {}
+        self._sources: dict[ReadId, KvDescriptor] = {}  # of reads that were not released
         self._is_closed = False
         self._serving: set[ServingGroup] = set()
         self._ending: set[ReadingGroup] = set()
@@ -199,16 +195,19 @@ class CollectiveBackend(TrackedReads):
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._start(read_id, source, None)
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
         check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
+        if payload is None or self._sources.get(payload) != source:
+            raise ValueError(f"payload is {payload}; must be a read of the same blocks that is not released")
         self._reads.begin(read_id)
-        owner = self._find(source.memory)
-        known = {} if owner is None else owner.entries
-        entries = tuple(
-            entry for each in source.block_ids if (entry := known.get((source.memory.agent_name, each))) is not None
-        )
-        is_complete = len(entries) == len(source.block_ids)
-        self._reads.end(read_id, ReadState.DONE if is_complete else ReadState.LOST, entries)
+        if self._reads.poll(payload) is ReadState.DONE and self._find(source.memory) is not None:
+            self._reads.end(read_id, ReadState.DONE, self._reads.generations(payload))
+        else:
+            self._reads.end(read_id, ReadState.LOST)
+
+    def release(self, read_id: ReadId) -> None:
+        super().release(read_id)  # with the entries that came with the blocks
+        self._sources.pop(read_id, None)
 
     # -- the owner's side --------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ class CollectiveBackend(TrackedReads):
             self._kind.messages,
             name=str(owner.ref),
             silence_s=self._silence_s,
-            on_read=partial(self._report, asyncio.get_running_loop(), owner, number),
+            on_read=lambda read, state, entries: self._reads.report(read.read_id, state, entries),
         )
 
     def _leave(self, owner: _Owner) -> None:
@@ -312,40 +311,16 @@ class CollectiveBackend(TrackedReads):
         if not 0 < len(source.block_ids) <= self._format.max_blocks:
             raise ValueError(f"a read has {len(source.block_ids)} blocks; must be 1 to {self._format.max_blocks}")
         self._reads.begin(read_id)
+        self._sources[read_id] = source
         owner = self._find(source.memory)
         if owner is None or self._is_closed:
             self._reads.end(read_id, ReadState.FAILED)
             return
-        read = GroupRead(read_id=read_id, agent_name=source.memory.agent_name, block_ids=source.block_ids, own=own)
+        read = GroupRead(read_id=read_id, num_blocks=len(source.block_ids), own=own)
         if owner.group is None or not owner.group.put(read):
             self._join(owner)
             if owner.group is None or not owner.group.put(read):
                 self._reads.end(read_id, ReadState.FAILED)
-
-    def _report(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        owner: _Owner,
-        number: int,
-        read: GroupRead,
-        state: ReadState,
-        entries: tuple[GenerationEntry, ...],
-    ) -> None:
-        """Record the end of a read of group `number`. Called on the thread of the group."""
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._read_ended, owner, number, read, state, entries)
-
-    def _read_ended(
-        self, owner: _Owner, number: int, read: GroupRead, state: ReadState, entries: tuple[GenerationEntry, ...]
-    ) -> None:
-        if state is ReadState.DONE and number != owner.number:
-            state = ReadState.LOST  # entries of a group that was left could replace newer ones of the present group
-        if state is ReadState.DONE and read.own is not None:
-            keys = ((read.agent_name, block_id) for block_id in read.block_ids)
-            owner.entries.update(zip(keys, entries, strict=True))
-            for key in list(islice(owner.entries, max(0, len(owner.entries) - self._max_entries))):
-                del owner.entries[key]
-        self._reads.end(read.read_id, state)
 
     def _open_serving(self, reader: WorkerRef, store: RendezvousStore) -> ServingGroup | None:
         self._serving = {group for group in self._serving if not group.has_ended}

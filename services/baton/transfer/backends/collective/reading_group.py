@@ -18,17 +18,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRead:
-    """One read. agent_name, block_ids: what it reads. own: the blocks that it fills; None for a probe, whose
-    blocks are dropped."""
+    """One read. own: the blocks that it fills; None for a probe, whose blocks are dropped."""
 
     read_id: ReadId
-    agent_name: str
-    block_ids: tuple[int, ...]
+    num_blocks: int
     own: tuple[int, ...] | None
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.block_ids)
 
 
 OnRead = Callable[[GroupRead, ReadState, tuple[GenerationEntry, ...]], None]
