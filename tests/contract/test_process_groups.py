@@ -23,7 +23,12 @@ from baton.transfer.backends.collective.group_kinds import GlooKind
 from baton.transfer.backends.collective.group_server import MAX_WAITING_MESSAGES
 from baton.transfer.backends.collective.message_format import MessageFormat, MessageHeader
 from baton.transfer.backends.collective.reading_group import GroupRead, ReadingGroup
-from baton.transfer.backends.collective.rendezvous_store import MAX_KEYS, RendezvousClosed, RendezvousStore
+from baton.transfer.backends.collective.rendezvous_store import (
+    MAX_KEYS,
+    MAX_VALUE_BYTES,
+    RendezvousClosed,
+    RendezvousStore,
+)
 from baton.transfer.backends.host_memory import HostMemory, allocate_private
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
 from baton.transfer.reader.peer_reads import MAX_INFLIGHT_BYTES
@@ -207,6 +212,36 @@ async def test_invalid_values_of_a_reader_end_its_group_only(key: str) -> None:
             assert await pair.read({number: number}) is ReadState.DONE
         hostile.close()
         assert await pair.read({0: 0}) is ReadState.DONE
+
+
+async def test_a_reader_that_publishes_large_values_loses_its_group_only() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        sent: list[GroupMessage] = []
+        hostile = pair.owner.backend.serve(builders.worker_ref("d1", epoch=3), sent.append)
+        for number, joins in ((1, True), (2, False)):  # with its first message, and later
+            if joins:
+                hostile.receive(GroupMessage(group=number, key="join"))
+                hostile.receive(GroupMessage(group=number, key="0/0", value=bytes(MAX_VALUE_BYTES)))
+                assert (number, "") not in [(message.group, message.key) for message in sent]
+            hostile.receive(GroupMessage(group=number, key="0/1", value=bytes(MAX_VALUE_BYTES + 1)))
+            assert (sent[-1].group, sent[-1].key) == (number, "")
+            assert hostile._store is None  # type: ignore[attr-defined]
+        assert await pair.read({1: 1}) is ReadState.DONE
+        hostile.close()
+
+
+async def test_an_owner_that_publishes_large_values_loses_its_group() -> None:
+    async with connected(silence_s=60) as pair:
+        assert await pair.read({0: 0}) is ReadState.DONE
+        owner = pair.reader.backend._owners[pair.owner.worker.incarnation]  # type: ignore[attr-defined]
+        store, waiting = owner.store, start_unannounced(pair, {1: 1})
+        large = GroupMessage(group=owner.number, key="large", value=bytes(MAX_VALUE_BYTES + 1))
+        pair.reader.backend.receive(pair.memory, large)
+        assert not store.check(["large"])
+        assert await state_of(pair, waiting) is ReadState.LOST
+        assert await pair.read({2: 2}) is ReadState.DONE
+        assert pair.reader.holds(2, 2)
 
 
 async def test_messages_of_ended_groups_are_dropped() -> None:

@@ -30,7 +30,7 @@ from baton.transfer.backends.collective.group_server import JOIN_KEY, GroupServe
 from baton.transfer.backends.collective.message_format import MessageFormat, MessageMemory
 from baton.transfer.backends.collective.process_group import OWNER_RANK, READER_RANK, ProcessGroup
 from baton.transfer.backends.collective.reading_group import GroupRead, ReadingGroup
-from baton.transfer.backends.collective.rendezvous_store import RendezvousStore
+from baton.transfer.backends.collective.rendezvous_store import MAX_VALUE_BYTES, RendezvousStore
 from baton.transfer.backends.collective.serving_group import ServingGroup
 from baton.transfer.backends.read_table import TrackedReads
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
@@ -170,6 +170,10 @@ class CollectiveBackend(TrackedReads):
         if owner is None or message.group != owner.number:
             return
         if not message.key:
+            self._leave(owner)
+        elif len(message.value) > MAX_VALUE_BYTES:
+            log.warning("kv_group_ended", owner=str(owner.ref), value_bytes=len(message.value))
+            owner.send(GroupMessage(group=owner.number, key=""))
             self._leave(owner)
         elif owner.store is not None:
             owner.store.deliver(message.key, message.value)

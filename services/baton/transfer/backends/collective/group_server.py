@@ -7,7 +7,7 @@ from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import SendGroup
 from baton.transfer.backends.collective.message_format import MessageFormat, MessageHeader
-from baton.transfer.backends.collective.rendezvous_store import RendezvousStore
+from baton.transfer.backends.collective.rendezvous_store import MAX_VALUE_BYTES, RendezvousStore
 from baton.transfer.backends.collective.serving_group import ReadAnswer, ServingGroup
 
 log = get_logger(__name__)
@@ -61,6 +61,10 @@ class GroupServer:
             if message.key:
                 self._join()
         if not message.key:
+            self._leave()
+        elif len(message.value) > MAX_VALUE_BYTES:
+            log.warning("kv_group_ended", reader=str(self._reader), value_bytes=len(message.value))
+            self._send(GroupMessage(group=self._number, key=""))
             self._leave()
         elif self._store is not None and message.key != JOIN_KEY:
             self._store.deliver(message.key, message.value)
