@@ -42,15 +42,18 @@ class GpuMessages:
         num_blocks, begin = header.num_blocks, self._format.blocks_at(header.num_blocks)
         blocks = buffer[begin : begin + num_blocks * self._format.block_bytes].view(num_blocks, -1)
         with self._copies():
-            if block_ids and max(block_ids) < len(self._kv):
+            if not block_ids:
+                blocks.zero_()  # NCCL sends them, too
+            elif max(block_ids) < len(self._kv):
                 torch.index_select(self._kv, 0, torch.tensor(block_ids, device=self._kv.device), out=blocks)
             else:
                 for number, block_id in enumerate(block_ids):
                     blocks[number].copy_(self._block(block_id))
         with self._copies():  # the entries are read after the copies of the blocks have ended
-            entries = self._entries(block_ids) or bytes(num_blocks * ENTRY_BYTES)
-            start = np.frombuffer(header.encode() + entries, dtype=np.uint8).copy()
-            buffer[: len(start)].copy_(torch.from_numpy(start))
+            start = np.zeros(begin, dtype=np.uint8)  # with the zeros between entries and blocks
+            written = header.encode() + self._entries(block_ids)
+            start[: len(written)] = np.frombuffer(written, dtype=np.uint8)
+            buffer[:begin].copy_(torch.from_numpy(start))
         return buffer[: self._format.num_bytes(num_blocks)]
 
     def expected(self, buffer: torch.Tensor, num_blocks: int) -> torch.Tensor:

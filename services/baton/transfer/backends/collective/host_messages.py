@@ -28,12 +28,15 @@ class HostMessages:
 
     def pack(self, buffer: torch.Tensor, header: MessageHeader, block_ids: tuple[int, ...]) -> torch.Tensor:
         message: Bytes = buffer.numpy()
-        begin = self._format.blocks_at(header.num_blocks)
+        message[:HEADER_BYTES] = np.frombuffer(header.encode(), dtype=np.uint8)
+        if not block_ids:
+            return buffer[:HEADER_BYTES]  # the reader learns it from the header: Gloo takes shorter messages
+        begin, entries_end = self._format.blocks_at(header.num_blocks), HEADER_BYTES + header.num_blocks * ENTRY_BYTES
         blocks = message[begin : begin + header.num_blocks * self._format.block_bytes].reshape(header.num_blocks, -1)
-        entries = message[HEADER_BYTES : HEADER_BYTES + header.num_blocks * ENTRY_BYTES].reshape(-1, ENTRY_BYTES)
+        entries = message[HEADER_BYTES:entries_end].reshape(-1, ENTRY_BYTES)
+        message[entries_end:begin] = 0
         for copied, part in ((blocks, 0), (entries, 1)):  # all blocks before the first entry
             self._gather(copied, part, block_ids)
-        message[:HEADER_BYTES] = np.frombuffer(header.encode(), dtype=np.uint8)
         return buffer[: self._format.num_bytes(header.num_blocks)]
 
     def expected(self, buffer: torch.Tensor, num_blocks: int) -> torch.Tensor:

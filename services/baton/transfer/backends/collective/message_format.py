@@ -3,10 +3,11 @@
 | bytes | content |
 | --- | --- |
 | 0 to 63 | read id, number of blocks, and 1 if the read is granted, as little-endian integers; zeros |
-| from 64 | entries of the blocks, 32 bytes each |
+| from 64 | entries of the blocks, 32 bytes each, then zeros |
 | from the next multiple of 64 | the blocks |
 
-A message always has the size that follows from the number of blocks, because NCCL must know it before.
+The size of a message follows from the number of blocks. The answer to a refused read is its header only over
+Gloo. NCCL must know the size before, so there zeros take the place of entries and blocks.
 """
 
 import struct
@@ -54,7 +55,7 @@ class MessageFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageHeader:
-    """The header of a message. granted: False if the owner refused the read; the rest is then undefined."""
+    """The header of a message. granted: False if the owner refused the read; then nothing or zeros follow."""
 
     read_id: ReadId
     num_blocks: int
@@ -86,7 +87,7 @@ class MessageMemory(Protocol):
         """Write a message into the buffer: the blocks, then the entries as they are after that.
 
         block_ids: of both regions, in the numbering of announcements; empty if the read is refused.
-        Returns the part of the buffer that is the message.
+        Returns the part of the buffer that is the message. It has no bytes that the buffer held before.
         """
         ...
 

@@ -30,7 +30,7 @@ class ProcessGroup(Protocol):
         ...
 
     def start_receive(self, buffer: Any) -> Any:
-        """Start to receive the next message, which may be shorter than the buffer if `may_be_shorter`.
+        """Start to receive the next message. Over Gloo it may be shorter than the buffer.
 
         Returns what `wait` takes. Raises GroupFailed.
         """
