@@ -17,6 +17,7 @@ class PullEndObserver:
         self.validation_failed = inner.validation_failed
         self.blocks_quarantined = inner.blocks_quarantined
         self.link_changed = inner.link_changed
+        self.backends_measured = inner.backends_measured
 
     def pull_ended(
         self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float

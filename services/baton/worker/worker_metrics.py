@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
@@ -63,6 +64,8 @@ class PullMetrics:
         self._transports: dict[WorkerRef, str] = {}
         # By worker_id: the incarnation and transport of its bandwidth series. Each peer has only one series.
         self._shown: dict[str, tuple[WorkerRef, str]] = {}
+        # By worker_id: the incarnation and the backends of its measured speeds.
+        self._measured: dict[str, tuple[WorkerRef, tuple[str, ...]]] = {}
         self._broken: set[WorkerRef] = set()
         self._refused: set[WorkerRef] = set()
 
@@ -93,18 +96,31 @@ class PullMetrics:
         (self._refused.add if refused else self._refused.discard)(owner)
         self._set_unused_links()
 
+    def backends_measured(self, owner: WorkerRef, bytes_per_s: Mapping[str, float]) -> None:
+        self._hide_measured(owner.worker_id)
+        self._measured[owner.worker_id] = (owner, tuple(bytes_per_s))
+        for transfer, rate in bytes_per_s.items():
+            self._metrics.backend_bytes_per_s.labels(owner.worker_id, transfer).set(rate)
+
     def forget_gone(self, known: set[WorkerRef]) -> None:
         """Remove links to workers that have left, and to earlier incarnations of workers."""
         self._broken &= known
         self._refused &= known
         for worker_id in [worker_id for worker_id, (owner, _) in self._shown.items() if owner not in known]:
             self._hide(worker_id)
+        for worker_id in [worker_id for worker_id, (owner, _) in self._measured.items() if owner not in known]:
+            self._hide_measured(worker_id)
         self._transports = {owner: transport for owner, transport in self._transports.items() if owner in known}
         self._set_unused_links()
 
     def _set_unused_links(self) -> None:
         self._metrics.broken_links.set(len(self._broken))
         self._metrics.refused_links.set(len(self._refused))
+
+    def _hide_measured(self, worker_id: str) -> None:
+        _owner, transfers = self._measured.pop(worker_id, (None, ()))
+        for transfer in transfers:
+            self._metrics.backend_bytes_per_s.remove(worker_id, transfer)
 
     def _hide(self, worker_id: str, *, unless: str | None = None) -> None:
         """Remove the series of a peer, unless its transport is `unless`."""

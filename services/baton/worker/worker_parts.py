@@ -23,6 +23,7 @@ from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
+from baton.worker.device.kv_memory.open_transfer import not_available
 from baton.worker.device.worker_device import DraftDevice
 from baton.worker.prefix_files.staged_blocks import StagedBlocks
 from baton.worker.pull_end_observer import PullEndObserver
@@ -158,4 +159,5 @@ def build_reader(parts: WorkerParts, *, on_pull_end: Callable[[], None]) -> KvRe
         min_link_gbps=config.min_link_gbps,
         observer=PullEndObserver(parts.observer or NoObserver(), on_pull_end),
         tracing=parts.tracing,
+        not_available=not_available(parts.backend),
     )

@@ -1,8 +1,6 @@
 """Of several transfer backends of a pair, the fastest one that works is used; a broken link chooses again."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,15 +8,13 @@ import pytest
 from baton.core.errors import LayoutMismatch, Reason, Refused
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.peer_messages import GroupMessage, PeerHello
-from baton.engine.tiers.slots import TierSlots
-from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.transfer.backend import SendGroup, drop_message
-from baton.transfer.backends.several_backends import SeveralBackends
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.owner.owner_service import readable_regions
 from baton.transfer.reader.backend_choice import CHOICE_MIN_S, TRIAL_READ_S
 from baton.transfer.reader.owner_regions import MAX_BLOCKS, regions_by_transfer
 from tests import builders
+from tests.unit.transfer.choice_rig import NAMES, choice_rig, slow_down
 from tests.unit.transfer.pulls import pull_all, refusal_of, virtual
 from tests.unit.transfer.transfer_rig import (
     NUM_BLOCKS,
@@ -27,78 +23,7 @@ from tests.unit.transfer.transfer_rig import (
     READER,
     Fabric,
     FakeBackend,
-    Observed,
-    PeerEnd,
-    Rig,
-    host,
-    kv_reader_of,
-    owner_service,
 )
-
-NAMES = ("one", "two", "three")
-
-
-class Choice:
-    """A rig whose owner and reader have three backends over the same memory, each with its own fabric."""
-
-    def __init__(self, rig: Rig, fabrics: dict[str, Fabric], backends: dict[str, tuple[FakeBackend, FakeBackend]]):
-        self.rig, self.fabrics, self.backends = rig, fabrics, backends
-
-    @property
-    def transport(self) -> str:
-        (link,) = self.rig.kv_reader.links()
-        return link.transport
-
-    @property
-    def reason(self) -> str:
-        (link,) = self.rig.kv_reader.links()
-        return link.choice
-
-
-@asynccontextmanager
-async def choice_rig(*, min_link_gbps: float = 0.0) -> AsyncIterator[Choice]:
-    fabrics = {name: Fabric() for name in NAMES}
-    network, observed = InProcessNetwork(), Observed()
-    first = fabrics[NAMES[0]]
-    owner, reader = host(first, OWNER), host(first, READER)
-    backends: dict[str, tuple[FakeBackend, FakeBackend]] = {}
-    for name, fabric in fabrics.items():
-        pair = [
-            FakeBackend(fabric, of.worker, builders.layout(), first.tables[of.worker.worker_id], transfer=name)
-            for of in (owner, reader)
-        ]
-        for of in (owner, reader):
-            fabric.blocks[of.worker.worker_id] = of.contents
-        backends[name] = (pair[0], pair[1])
-    owner = replace(owner, backend=SeveralBackends([backends[name][0] for name in NAMES]))  # type: ignore[arg-type]
-    reader = replace(reader, backend=SeveralBackends([backends[name][1] for name in NAMES]))  # type: ignore[arg-type]
-    service = owner_service(owner, pins=owner.pool, lookup=owner.pool.lookup)
-    end = PeerEnd(service)
-    network.add_worker(OWNER.address, end)
-    kv_reader = kv_reader_of(reader, network, observed, min_link_gbps=min_link_gbps)
-    table = MemoryGenerationTable(bytearray(4 * ENTRY_BYTES), OWNER.worker_epoch)
-    rig = Rig(
-        fabric=first,
-        owner=owner,
-        reader=reader,
-        slots=TierSlots(4, table),
-        service=service,
-        end=end,
-        kv_reader=kv_reader,
-        network=network,
-        observed=observed,
-    )
-    yield Choice(rig, fabrics, backends)
-    await kv_reader.aclose()
-    await service.aclose()
-    for pair in backends.values():
-        for backend in pair:
-            await backend.aclose()
-
-
-def slow_down(choice: Choice, **factors: float) -> None:
-    for name, factor in factors.items():
-        choice.fabrics[name].read_s = factor * READ_S
 
 
 @virtual
@@ -260,7 +185,7 @@ async def test_memory_that_does_not_fit_leaves_its_backend_out() -> None:
         c.backends["three"][1].connect = refuse  # type: ignore[method-assign]
         assert await c.rig.kv_reader.warmed(OWNER)
         assert c.transport == "one"
-        assert "three" not in c.reason
+        assert c.reason.endswith(", three left out (memory_kind: of another host)")
 
 
 @virtual
@@ -291,6 +216,34 @@ async def test_messages_of_groups_reach_only_two_sided_backends() -> None:
         await asyncio.sleep(0.5)
         assert server.is_closed
         assert len(c.backends["two"][0].servers) == 2
+
+
+@virtual
+async def test_backends_that_are_no_candidates_are_named_although_one_is_left() -> None:
+    async with choice_rig(owner_names=["two"], not_available={"four": "not installed"}) as c:
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert c.transport == "two"
+        assert c.reason == (
+            "four left out (not installed), one left out (the owner does not have it), "
+            "three left out (the owner does not have it)"
+        )
+
+
+@virtual
+async def test_a_new_choice_ranks_by_its_own_measurement() -> None:
+    async with choice_rig() as c:
+        slow_down(c, two=100.0, three=3.0)
+        await pull_all(c.rig)
+        assert c.transport == "one"
+        c.fabrics["one"].failing = True
+        slow_down(c, two=1.5)
+        c.rig.kv_reader.probe(OWNER)
+        await asyncio.sleep(CHOICE_MIN_S + 2)
+        assert c.transport == "two"
+        fast = builders.layout().block_bytes / READ_S
+        (link,) = c.rig.kv_reader.links()
+        assert link.bytes_per_s == pytest.approx(fast / 1.5)
+        assert c.rig.observed.measured[-1] == pytest.approx({"one": 0.0, "two": fast / 1.5, "three": fast / 3})
 
 
 def memory(transfer: str, **changes: object) -> KvMemory:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -251,6 +251,7 @@ class Observed:
     quarantined_blocks: list[int] = field(default_factory=list)
     broken: list[bool] = field(default_factory=list)
     refused: list[bool] = field(default_factory=list)
+    measured: list[dict[str, float]] = field(default_factory=list)
 
     def pull_ended(
         self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
@@ -268,6 +269,9 @@ class Observed:
     ) -> None:
         self.broken.append(broken)
         self.refused.append(refused)
+
+    def backends_measured(self, owner: WorkerRef, bytes_per_s: Mapping[str, float]) -> None:
+        self.measured.append(dict(bytes_per_s))
 
 
 @dataclass(kw_only=True)
@@ -416,7 +420,13 @@ def times(**changes: float) -> ReaderTimes:
 
 
 def kv_reader_of(
-    of: Host, network: InProcessNetwork, observed: Observed, *, seed: int = 0, min_link_gbps: float = 0.0
+    of: Host,
+    network: InProcessNetwork,
+    observed: Observed,
+    *,
+    seed: int = 0,
+    min_link_gbps: float = 0.0,
+    not_available: Mapping[str, str] | None = None,
 ) -> KvReader:
     return KvReader(
         worker=of.worker,
@@ -428,6 +438,7 @@ def kv_reader_of(
         times=times(),
         min_link_gbps=min_link_gbps,
         observer=observed,
+        not_available=not_available,
     )
 
 

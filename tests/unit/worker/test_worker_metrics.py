@@ -116,6 +116,27 @@ def test_new_incarnation_with_another_transport_replaces_the_series() -> None:
     assert speed("") is None
 
 
+def test_measured_backends_of_a_peer_are_shown_until_it_is_gone() -> None:
+    registry = CollectorRegistry()
+    pulls = WorkerMetrics(registry).pulls
+    peer = builders.worker_ref("w0")
+
+    def speeds() -> list[float | None]:
+        return [
+            registry.get_sample_value("baton_link_backend_bytes_per_second", {"peer": "w0", "transfer": transfer})
+            for transfer in ("nixl", "local", "collective")
+        ]
+
+    pulls.backends_measured(peer, {"nixl": 1e9, "local": 8e9})
+    assert speeds() == [1e9, 8e9, None]
+    pulls.backends_measured(peer, {"local": 7e9, "collective": 0.0})
+    assert speeds() == [None, 7e9, 0.0]
+    pulls.forget_gone({peer})
+    assert speeds() == [None, 7e9, 0.0]
+    pulls.forget_gone(set())
+    assert speeds() == [None, None, None]
+
+
 def test_bandwidth_series_is_reset_for_a_new_incarnation() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls

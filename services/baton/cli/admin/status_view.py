@@ -207,9 +207,9 @@ def _links(links: Sequence[tuple[WorkerStatus, LinkReport]], max_links: int | No
 
 
 def _transport(link: LinkReport) -> str:
-    """Return the transport of a link, with the measured speeds of all backends if there was a choice."""
+    """Return the transport of a link, with the measured speeds of all backends and those that were left out."""
     transport = link.transport or "unknown"
-    return f"{transport} (of {link.choice})" if link.choice else transport
+    return f"{transport} (auto: {link.choice})" if link.choice else transport
 
 
 def _processes(status: ClusterStatus, *, shows_hosts: bool) -> Table:

@@ -70,7 +70,8 @@ class LinkReport:
     dial_s: what connecting and the first read took; 0 if not measured.
     broken: a read was given up and no probe has succeeded since, or the link is refused as too slow.
     problem: why the link is not used, for operators; empty if it is.
-    choice: the measured speeds of all transfer backends of the pair, for operators; empty if it has one.
+    choice: the measured speeds of all transfer backends of the pair, and those that were left out with the
+        reason, for operators; empty if there was nothing to choose.
     """
 
     peer: WorkerRef

@@ -402,6 +402,12 @@ class TransferMetrics(_Family):
         self.link_bytes_per_s = self._gauge(
             "link_bytes_per_second", "Measured speed of reads from a peer.", "peer", "transport"
         )
+        self.backend_bytes_per_s = self._gauge(
+            "link_backend_bytes_per_second",
+            "Speed of each transfer backend of a peer when --transfer auto last chose; 0 if it cannot be used.",
+            "peer",
+            "transfer",
+        )
         self.broken_links = self._gauge(
             "broken_links", "Peers whose reads failed and whose link has not passed a probe since, and refused links."
         )

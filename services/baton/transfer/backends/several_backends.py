@@ -1,7 +1,7 @@
 """`SeveralBackends`: all transfer backends of a worker as one, so that each pair can use the fastest."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from baton.core.ids import ReadId, WorkerRef
@@ -25,8 +25,13 @@ class SeveralBackends:
     `transfer.reader.backend_choice`.
     """
 
-    def __init__(self, backends: Sequence[TransferBackend]) -> None:
-        """`backends`: at least one, with different `transfers` and equal blocks; the preferred one first."""
+    def __init__(self, backends: Sequence[TransferBackend], *, not_available: Mapping[str, str] | None = None) -> None:
+        """Take over backends.
+
+        backends: at least one, with different `transfers` and equal blocks; the preferred one first
+        not_available: by name, why others could not be opened; for operators
+        """
+        self.not_available = dict(not_available or {})
         self._by_transfer = {transfer: backend for backend in backends for transfer in backend.transfers}
         self._backends = tuple(backends)
         self._of_read: dict[ReadId, TransferBackend] = {}

@@ -56,6 +56,11 @@ class StagedBackend:
         self._receiving: dict[ReadId, asyncio.Task[ReadState]] = {}
 
     @property
+    def host(self) -> TransferBackend:
+        """The backend that reads host memory."""
+        return self._host
+
+    @property
     def transfers(self) -> tuple[str, ...]:
         return self._host.transfers
 

@@ -38,3 +38,14 @@ def mismatch(announced: Sequence[AnnouncedBlock], entries: Sequence[GenerationEn
         if entry.block_hash != block.block_hash:
             return "hash"
     return None
+
+
+def foreign_entries(entries: Sequence[GenerationEntry], num_blocks: int, worker_epoch: int) -> str | None:
+    """Return which field shows that entries are not those of `num_blocks` blocks of the owner ("shape" or
+    "epoch"), or None.
+
+    For reads of blocks that were not announced, so that generations and hashes are not known.
+    """
+    if len(entries) != num_blocks:
+        return "shape"
+    return "epoch" if any(entry.worker_epoch != worker_epoch for entry in entries) else None

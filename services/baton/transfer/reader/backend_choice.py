@@ -1,14 +1,16 @@
 """Chooses the transfer backend of one link by measuring all that both workers have."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from baton.core.errors import LayoutMismatch, Reason
 from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
+from baton.transfer.reader.choice_text import Candidate, choice_text
 from baton.transfer.reader.peer_reads import PeerReads
+from baton.transfer.reader.transfer_observer import TransferObserver
 
 log = get_logger(__name__)
 
@@ -23,12 +25,13 @@ TRIAL_READ_S = 5.0
 class BackendChoice:
     """The backends that can read from one owner, each with its own reads, and which of them is used.
 
-    A link with one backend always uses that. Of several, each is measured once the link is connected, and
-    the fastest one that works is used until it breaks. Then all are measured again, after a pause if that was
-    done not long ago; during the pause, probes try to repair the one that is used.
+    A link with one backend always uses that. Of several, each is measured and validated once the link is
+    connected, and the fastest one that is valid is used until it breaks. Then all are measured again, after a
+    pause if that was done not long ago; during the pause, probes try to repair the one that is used. If pulls
+    over it have failed validation, there is no such pause, and it takes part again only after one of its own.
 
     reads: of the backend that is used; None until it is chosen
-    reason: the measured speeds, for operators; empty if there was no choice
+    reason: the measured speeds and what was left out, for operators; empty if there was nothing to choose
     """
 
     def __init__(
@@ -37,18 +40,26 @@ class BackendChoice:
         backend: TransferBackend,
         *,
         connect: Callable[[PeerReads], None],
+        observer: TransferObserver,
+        left_out: Mapping[str, str],
     ) -> None:
-        """`candidates`: at least one; all are connected. `connect` raises LayoutMismatch, as `backend`
-        does."""
+        """Use the only candidate, or none until `measure` has chosen one.
+
+        candidates: at least one; all are connected
+        connect: raises LayoutMismatch, as `backend` does
+        left_out: by name of the backend, why others are no candidates
+        """
         self._candidates = tuple(candidates)
         self._backend, self._connect = backend, connect
+        self._observer, self._left_out = observer, dict(left_out)
         self._clock = asyncio.get_running_loop().time
         self._pause_s = 0.0
         self._next_s = float("-inf")
         self._is_closed = False
         self._chooses_by: Reason | None = None
+        self._has_worked = False
         self.is_choosing = False
-        self.reason = ""
+        self.reason = choice_text((), left_out)
         self.reads = self._candidates[0] if len(self._candidates) == 1 else None
         for candidate in self._candidates:
             candidate.is_used = self.reads is not None
@@ -115,11 +126,18 @@ class BackendChoice:
 
     @property
     def _is_due(self) -> bool:
-        is_broken = self.reads is not None and self.reads.broken
-        return is_broken and len(self._candidates) > 1 and self._clock() >= self._next_s
+        """True if the link is broken and its backends are to be measured again.
+
+        An invalid backend cannot be repaired by a probe, so another one is looked for at once; but only once,
+        if all of them are broken.
+        """
+        if self.reads is None or not self.reads.broken or len(self._candidates) == 1:
+            return False
+        has_other = any(candidate.may_probe for candidate in self._candidates if candidate is not self.reads)
+        return self._clock() >= self._next_s or (self.reads.is_invalid and self._has_worked and has_other)
 
     async def _choose(self) -> None:
-        """Measure each backend and use the fastest. One that is not used is disconnected."""
+        """Measure each backend and use the fastest valid one. One that is not used is disconnected."""
         self._chooses_by = self.reads.broken_by if self.reads is not None else None
         self.is_choosing = True
         try:
@@ -132,13 +150,14 @@ class BackendChoice:
             self._use(max(self._candidates, key=_preference))
 
     async def _measure(self, candidate: PeerReads) -> None:
-        """Connect a candidate and measure it. One that raises an error is broken."""
-        if not candidate.is_tried:
-            candidate.dialed_s = self._clock()
+        """Connect a candidate, measure it and validate what it reads. One that raises an error is broken."""
+        candidate.restart()
         candidate.longest_read_s = TRIAL_READ_S
         try:
             self._connect(candidate)
             await candidate.warm()
+            if not self._is_closed and (candidate.is_invalid or not candidate.broken):
+                await candidate.validate()
         except Exception:
             log.exception("kv_backend_failed", owner=str(candidate.owner), transfer=candidate.regions.transfer)
             candidate.break_link(Reason.TRANSFER_FAILED)
@@ -149,13 +168,16 @@ class BackendChoice:
         now_s = self._clock()
         self._pause_s = CHOICE_MIN_S if now_s > self._next_s + CHOICE_MAX_S else min(CHOICE_MAX_S, 2 * self._pause_s)
         self._next_s = now_s + self._pause_s
-        self.reason = ", ".join(_describe(candidate) for candidate in self._candidates)
+        measured = [_result(candidate) for candidate in self._candidates]
+        self.reason = choice_text(measured, self._left_out)
+        self._has_worked = not chosen.broken
         for candidate in self._candidates:
             candidate.is_used = candidate is chosen
             if candidate is not chosen:
                 self._forget(candidate)
         self.reads = chosen
         log.info("kv_backend_chosen", owner=str(chosen.owner), transfer=chosen.regions.transfer, measured=self.reason)
+        self._observer.backends_measured(chosen.owner, {each.transfer: each.bytes_per_s for each in measured})
         chosen.publish()
 
     def _forget(self, candidate: PeerReads) -> None:
@@ -163,13 +185,15 @@ class BackendChoice:
             self._backend.forget(memory)
 
 
-def _preference(candidate: PeerReads) -> tuple[bool, float]:
+def _preference(candidate: PeerReads) -> tuple[bool, bool, float]:
+    """Rank by the last measurement, not by the average, in which earlier reads have a share."""
     is_usable = candidate.is_tried and not candidate.broken
-    return is_usable, candidate.bandwidth.bytes_per_s or 0.0
+    return is_usable, not candidate.is_invalid, candidate.measured_bytes_per_s
 
 
-def _describe(candidate: PeerReads) -> str:
-    if candidate.broken or not candidate.is_tried:
-        return f"{candidate.regions.transfer} {candidate.problem or 'not measured'}"
-    rate = candidate.bandwidth.bytes_per_s or 0.0
-    return f"{candidate.regions.transfer} {rate / 1e9:.3g} GB/s"
+def _result(candidate: PeerReads) -> Candidate:
+    if candidate.is_tried and not candidate.broken:
+        rate, problem = candidate.measured_bytes_per_s, ""
+    else:
+        rate, problem = 0.0, candidate.problem or "not measured"
+    return Candidate(transfer=candidate.regions.transfer, bytes_per_s=rate, problem=problem)

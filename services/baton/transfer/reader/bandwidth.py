@@ -46,6 +46,10 @@ class Bandwidth:
         # takes.
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight / sample)
 
+    def restart(self) -> None:
+        """Forget the average, because the next reads measure the link anew. `total_bytes` stays."""
+        self.bytes_per_s, self._seen_bytes = None, 0
+
     def bytes_s(self, num_bytes: int) -> float:
         """Return how long reading `num_bytes` takes; 0 before the first measurement."""
         return num_bytes / self.bytes_per_s if self.bytes_per_s is not None else 0.0

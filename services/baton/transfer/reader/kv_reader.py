@@ -3,7 +3,7 @@ them."""
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.core.cluster.worker_report import LinkReport
 from baton.core.errors import Code, Failure, Reason, Refused
@@ -41,8 +41,13 @@ class KvReader:
         min_link_gbps: float = 0.0,
         observer: TransferObserver | None = None,
         tracing: Tracing = OFF,
+        not_available: Mapping[str, str] | None = None,
     ) -> None:
-        """`min_link_gbps`: links measured below this many gigabits per second are not used; 0 uses any."""
+        """Create a reader without links.
+
+        min_link_gbps: links measured below this many gigabits per second are not used; 0 uses any
+        not_available: by name, why backends that were asked for could not be opened
+        """
         self._last_read_id = 0
         self._rng = rng
         self._num_blocks = backend.num_blocks
@@ -63,6 +68,7 @@ class KvReader:
             quarantine=self._quarantine,
             next_read_id=self._next_read_id,
             tracing=tracing,
+            not_available=not_available or {},
         )
 
     def pull(

@@ -331,7 +331,10 @@ class PeerLink:
         """
         backend = self._reading.backend
         found: list[OwnerRegions] = []
+        left_out = dict(self._reading.not_available)
         regions = regions_by_transfer(self.owner, reply.memory, backend.transfers)
+        theirs = {each.transfer or backend.transfers[0] for each in regions}
+        left_out |= {name: "the owner does not have it" for name in backend.transfers if name not in theirs}
         for number, each in enumerate(regions):
             try:
                 self._connect(each)
@@ -341,12 +344,15 @@ class PeerLink:
                 if number == len(regions) - 1 and not found:
                     raise
                 log.info("kv_backend_left_out", owner=str(self.owner), transfer=each.transfer, problem=str(mismatch))
+                left_out[each.transfer] = str(mismatch)
                 continue
             found.append(each)
         return BackendChoice(
             [self._reads_of(each, dialed_s) for each in found],
             backend,
             connect=lambda reads: self._connect(reads.regions),
+            observer=self.observer,
+            left_out=left_out,
         )
 
     def _reads_of(self, regions: OwnerRegions, dialed_s: float) -> PeerReads:

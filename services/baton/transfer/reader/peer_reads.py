@@ -6,8 +6,8 @@ that passes its deadline, or that fails without having ended, are quarantined un
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.core.errors import Reason
 from baton.core.ids import ReadId, TransferId, WorkerRef
@@ -17,12 +17,14 @@ from baton.core.messages.peer_messages import ReaderMessage, WillRead
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import MAX_READ_BYTES, GenerationEntry, KvDescriptor, ReadState, TransferBackend
+from baton.transfer.integrity.validate_read import foreign_entries
 from baton.transfer.reader.bandwidth import SLOW_BYTES_PER_S, Bandwidth
 from baton.transfer.reader.owner_regions import OwnerRegions
 from baton.transfer.reader.pull_costs import PullCosts
 from baton.transfer.reader.quarantine import Quarantine
 from baton.transfer.reader.speed_requirement import SpeedRequirement
 from baton.transfer.reader.transfer_observer import TransferObserver
+from baton.transfer.reader.validation_record import ValidationRecord
 
 log = get_logger(__name__)
 
@@ -69,6 +71,7 @@ class Reading:
     """State and services that all links of one reader share.
 
     min_link_gbps: links measured below this speed, in gigabits per second, are not used; 0 uses any
+    not_available: backends that this worker could not open, and why, by name
     """
 
     worker: WorkerRef
@@ -83,6 +86,7 @@ class Reading:
     next_read_id: Callable[[], ReadId]
     min_link_gbps: float = 0.0
     tracing: Tracing = OFF
+    not_available: Mapping[str, str] = field(default_factory=dict)
 
 
 class PeerReads:
@@ -91,8 +95,10 @@ class PeerReads:
     regions: the owner's memory. memory: its first region, which probes read
     on_change: called when the link breaks, works again, or may start another read
     is_idle: returns True if no pull wants to read, so that there is time to measure
-    broken_by: TRANSFER_TIMEOUT after a read that timed out, TRANSFER_FAILED after one that failed, else None
-    is_tried: True once a read has succeeded
+    broken_by: TRANSFER_TIMEOUT after a read that timed out, TRANSFER_FAILED after one that failed,
+        VALIDATION_FAILED if what was read is not the owner's, else None
+    is_tried: True once a read has succeeded, since the last `restart`
+    measured_bytes_per_s: speed of the fastest read of the last measurement; 0 before its first
     is_used: False while another backend reads from this owner; then nothing is reported
     longest_read_s: a limit of reads beside their deadlines
     """
@@ -115,6 +121,7 @@ class PeerReads:
         self.broken_by: Reason | None = None
         self.is_tried = False
         self.is_used = True
+        self.measured_bytes_per_s = 0.0
         self.longest_read_s = float("inf")
         self.inflight_blocks = 0
         self.block_bytes = shared.layout.block_bytes
@@ -129,11 +136,13 @@ class PeerReads:
         most = min(int(MAX_INFLIGHT_SHARE * shared.backend.num_blocks), MAX_INFLIGHT_BYTES // self.block_bytes)
         self._max_inflight = max(1, most)
         self._open_probes = 0
+        self._num_probed = 1
         self._doubted_blocks = 0
         self._doubted_probes = 0
         self._blocked_since_s: float | None = None
         self._blocked_limit_s = BLOCKED_DEADLINES * shared.times.deadline_max_s
         self._required = SpeedRequirement(shared.min_link_gbps)
+        self._validation = ValidationRecord()
         self._clock = asyncio.get_running_loop().time
 
     @property
@@ -147,8 +156,15 @@ class PeerReads:
         return self._required.is_refused
 
     @property
+    def is_invalid(self) -> bool:
+        """True if reads have brought what is not the owner's. The link is broken, too."""
+        return bool(self._validation.failure)
+
+    @property
     def problem(self) -> str:
         """Reason why the link is not used, as text; empty if it is, or was not tried yet."""
+        if self.is_invalid:
+            return f"{Reason.VALIDATION_FAILED.value}: {self._validation.failure}"
         if self.is_refused:
             return f"refused: {self._required.refusal}"
         return self.broken_by.value if self.broken_by is not None else ""
@@ -163,9 +179,11 @@ class PeerReads:
     def may_probe(self) -> bool:
         """True if another probe may start. Their number is limited, because probes can get stuck, too.
 
-        A refused link is only probed to measure it again, after a pause.
+        A refused link is only probed to measure it again, after a pause; an invalid one, to validate it.
         """
-        return self._open_probes < MAX_OPEN_PROBES and self._required.may_measure(self._clock())
+        now_s = self._clock()
+        may_try = self._required.may_measure(now_s) and self._validation.may_try(now_s)
+        return may_try and self._open_probes < MAX_OPEN_PROBES
 
     @property
     def is_blocked(self) -> bool:
@@ -257,8 +275,26 @@ class PeerReads:
         if not self.broken:
             self.broken_by = reason
             self._required.reset()
-            log.warning("kv_link_broken", owner=str(self.owner), reason=reason.value, transport=self.transport)
+            log.warning(
+                "kv_link_broken",
+                owner=str(self.owner),
+                reason=reason.value,
+                transport=self.transport,
+                problem=self.problem,
+            )
             self.publish()
+
+    def blocks_valid(self) -> None:
+        """Record that blocks of a pull were valid."""
+        self._validation.blocks_valid()
+
+    def pull_invalid(self, what: str) -> None:
+        """Record a pull that has failed validation. After several in a row the link breaks.
+
+        `what`: the field that was different
+        """
+        if self._validation.pull_invalid(what, self._clock()):
+            self.break_link(Reason.VALIDATION_FAILED)
 
     async def _wait(self, read_id: ReadId, num_bytes: int) -> ReadState | None:
         """Wait for a read; None if its deadline passes.
@@ -279,7 +315,8 @@ class PeerReads:
     # -- probes ------------------------------------------------------------------------------------
 
     async def probe(self, num_blocks: int = 1) -> ReadState | None:
-        """Read blocks into scratch memory. A probe that succeeds repairs a broken link, unless it is refused.
+        """Read blocks into scratch memory. A probe that succeeds repairs a broken link, unless it is refused
+        or invalid.
 
         Returns the state: terminal, IN_DOUBT, or None if the deadline passed.
         """
@@ -300,6 +337,8 @@ class PeerReads:
 
             self._shared.quarantine.watch(read_id, (), on_terminal)
             return state
+        if state is ReadState.DONE:
+            self._num_probed = num_blocks
         if state is ReadState.DONE and self.is_tried:  # the first read includes connecting, so it is not measured
             self.bandwidth.ended(num_blocks * self.block_bytes, started_s, self._clock())
         self._backend.release(read_id)
@@ -310,7 +349,8 @@ class PeerReads:
         self._open_probes -= 1
         # While every block that may be in flight is quarantined, no read can start, so the link stays broken.
         may_read = self.inflight_blocks < self._max_inflight
-        if state is ReadState.DONE and may_read and not self.is_refused and (self.broken or not self.is_tried):
+        is_usable = may_read and not self.is_refused and not self.is_invalid
+        if state is ReadState.DONE and is_usable and (self.broken or not self.is_tried):
             if self.broken:
                 log.info("kv_link_repaired", owner=str(self.owner))
             self.is_tried, self.broken_by = True, None
@@ -326,11 +366,47 @@ class PeerReads:
             self._blocked_since_s = self._clock()
 
     async def repair(self) -> None:
-        """Try to make a broken link usable: with one block, or by a measurement if a speed is required."""
+        """Try to make a broken link usable: with one block, or by a measurement if a speed is required.
+
+        An invalid link is validated before.
+        """
+        if self.is_invalid and (await self.probe() is not ReadState.DONE or not await self.validate()):
+            return
         if not self._required.is_met:
             await self.warm()
         else:
             await self.probe()
+
+    async def validate(self) -> bool:
+        """Read the entries of the blocks of the last probe, and break the link if they are not the owner's.
+
+        A two-sided backend may keep no entries of a probe. The owner itself has then sent its blocks, and
+        they count as valid. Returns True if the link is valid.
+        """
+        source = KvDescriptor(memory=self.memory, block_ids=tuple(range(self._num_probed)))
+        try:
+            entries = await self.read_generations(source)
+        except TimeoutError:
+            self.break_link(Reason.TRANSFER_TIMEOUT)
+            return False
+        except ReadLost:
+            what = None if self._backend.is_two_sided(self.memory) else "shape"
+        else:
+            if entries is None:
+                self.break_link(Reason.TRANSFER_FAILED)
+                return False
+            what = foreign_entries(entries, self._num_probed, self.owner.worker_epoch)
+        if what is None:
+            self._validation.entries_valid()
+            return True
+        self._validation.entries_invalid(what, self._clock())
+        self.break_link(Reason.VALIDATION_FAILED)
+        return False
+
+    def restart(self) -> None:
+        """Forget earlier measurements, because the link is connected and measured anew."""
+        self.is_tried, self.measured_bytes_per_s, self.dialed_s = False, 0.0, self._clock()
+        self.bandwidth.restart()
 
     async def warm(self) -> None:
         """Connect with a small read, then measure with larger reads while no pull wants to read.
@@ -344,18 +420,19 @@ class PeerReads:
         if is_first:
             self.costs.dial_s = self._clock() - self.dialed_s
         size, most = 1, min(self._backend.max_probe_blocks, self.memory.num_blocks)
-        best = 0.0
+        self.measured_bytes_per_s = 0.0
         while self._is_idle() or not self._required.is_met:
             started_s = self._clock()
             if not await self._probe_or_break(size):
                 return
             duration_s = self._clock() - started_s
-            best = max(best, size * self.block_bytes / max(duration_s, _MIN_DURATION_S))
+            rate = size * self.block_bytes / max(duration_s, _MIN_DURATION_S)
+            self.measured_bytes_per_s = max(self.measured_bytes_per_s, rate)
             if size == most or duration_s > _SELF_TEST_S:
                 break
             size = min(most, 4 * size)
         if not self._required.is_met:
-            self._judge(best)
+            self._judge(self.measured_bytes_per_s)
         self.publish()
         if self.is_refused:
             return

@@ -281,6 +281,7 @@ class Pull:
             for block, block_id in zip(part.blocks, part.own, strict=True):
                 self._blocks.received(block)
                 self._pool.mark_received(block_id, block.block_hash)
+            end.reads.blocks_valid()
             self._record.on_received(len(part.own) * end.reads.block_bytes)
             self._wake()
             self._proceed()
@@ -296,7 +297,7 @@ class Pull:
             self._link.observer.validation_failed(self._link.owner, problem)
             self.fail(Reason.LEASE_LOST, "the lease ended while blocks were read")
         else:
-            self._on_mismatch(part, problem)
+            self._on_mismatch(part, problem, end.reads)
 
     def _on_lost_read(self, part: Slice, reads: PeerReads) -> None:
         """Request the blocks of a slice again that the owner has not served."""
@@ -308,7 +309,7 @@ class Pull:
         self._blocks.forget(part)
         self._send_follow(min(block.index for block in part.blocks))
 
-    def _on_mismatch(self, part: Slice, what: str) -> None:
+    def _on_mismatch(self, part: Slice, what: str, reads: PeerReads) -> None:
         """Discard a slice that is not what was announced, and request it again, once."""
         self._link.observer.validation_failed(self._link.owner, what)
         log.warning(
@@ -320,6 +321,7 @@ class Pull:
         )
         if self._has_retried:
             self.fail(Reason.VALIDATION_FAILED, f"the {what} differs from the announcement, also after a retry")
+            reads.pull_invalid(what)
             return
         self._has_retried = True
         self._blocks.forget(part)

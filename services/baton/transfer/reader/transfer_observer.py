@@ -1,5 +1,6 @@
 """The interface through which a reader reports events, so that this package does not depend on metrics."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from baton.core.errors import Reason
@@ -39,6 +40,10 @@ class TransferObserver(Protocol):
         """
         ...
 
+    def backends_measured(self, owner: WorkerRef, bytes_per_s: Mapping[str, float]) -> None:
+        """Record the speed of each backend of a pair when one was chosen; 0 for one that cannot be used."""
+        ...
+
 
 class NoObserver:
     """A `TransferObserver` that ignores all events."""
@@ -57,4 +62,7 @@ class NoObserver:
     def link_changed(
         self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool, refused: bool
     ) -> None:
+        pass
+
+    def backends_measured(self, owner: WorkerRef, bytes_per_s: Mapping[str, float]) -> None:
         pass

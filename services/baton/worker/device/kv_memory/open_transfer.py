@@ -1,6 +1,6 @@
 """Opens the transfer backends of a worker, by `--transfer`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
 from baton.transfer.backends.host_memory import Bytes, HostMemory, allocate_private, allocate_shared
 from baton.transfer.backends.several_backends import SeveralBackends
+from baton.transfer.backends.staged_backend import StagedBackend
 
 if TYPE_CHECKING:
     from baton.model.device.kv_tensors import KvCache
@@ -71,16 +72,23 @@ def combined(openers: Sequence[tuple[str, Callable[[], TransferBackend]]]) -> Tr
     Raises ConfigError if none can be opened.
     """
     opened: list[TransferBackend] = []
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     for name, open_backend in openers:
         try:
             opened.append(open_backend())
         except Exception as error:  # NIXL's exceptions have no common base
-            problems.append(f"{name}: {error}")
+            problems[name] = str(error)
             log.warning("kv_backend_not_available", transfer=name, problem=f"{type(error).__name__}: {error}")
     if not opened:
-        raise ConfigError(f"no transfer backend can be used here ({'; '.join(problems)})")
-    return opened[0] if len(opened) == 1 else SeveralBackends(opened)
+        reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise ConfigError(f"no transfer backend can be used here ({reasons})")
+    return SeveralBackends(opened, not_available=problems)
+
+
+def not_available(backend: TransferBackend) -> Mapping[str, str]:
+    """Return by name why backends of `--transfer auto` could not be opened; empty with other settings."""
+    inner = backend.host if isinstance(backend, StagedBackend) else backend
+    return inner.not_available if isinstance(inner, SeveralBackends) else {}
 
 
 @contextmanager
