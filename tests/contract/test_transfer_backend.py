@@ -10,6 +10,7 @@ import pytest
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.integrity.validate_read import foreign_entries
 from tests import builders
 from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS
 
@@ -87,6 +88,21 @@ async def test_probe_changes_no_block(backend: str) -> None:
             pair.reader.fill(block_id, 2)
         assert await pair.probe(*range(min(2, pair.reader.backend.max_probe_blocks))) is ReadState.DONE
         assert all(pair.reader.holds(block_id, 2) for block_id in range(NUM_BLOCKS))
+
+
+@all_backends
+async def test_entries_after_a_probe_are_the_owners(backend: str) -> None:
+    async with BACKENDS[backend]() as pair:
+        block_ids = tuple(range(min(2, pair.reader.backend.max_probe_blocks)))
+        assert await pair.probe(*block_ids) is ReadState.DONE
+        read_id = ReadId(1000)
+        pair.reader.backend.start_read_generations(read_id, pair.describe(block_ids))
+        if await pair.reader.backend.wait(read_id) is ReadState.LOST:
+            assert pair.reader.backend.is_two_sided(pair.memory)  # it may keep no entries of probes
+        else:
+            entries = pair.reader.backend.generations(read_id)
+            assert foreign_entries(entries, len(block_ids), pair.owner.worker.worker_epoch) is None
+        pair.reader.backend.release(read_id)
 
 
 @all_backends

@@ -142,6 +142,12 @@ def test_links_show_their_transport_and_whether_they_are_broken() -> None:
     assert "reads" not in printed(render_status(cluster_status(*reports[:1]))), "no table of links without links"
 
 
+def test_link_shows_the_measured_backends_and_those_that_were_left_out() -> None:
+    choice = "local 8 GB/s, nixl left out (not installed)"
+    reports = (worker_report("w1", "decode", links=(replace(link("w0"), choice=choice),)),)
+    assert f"shared-memory (auto: {choice})" in printed(render_status(cluster_status(*reports)))
+
+
 def test_an_empty_cluster_and_an_unreachable_scheduler_are_shown() -> None:
     screen = printed(render_status(cluster_status(scheduler=None)))
     assert "no workers" in screen

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Reason, Refused
-from baton.transfer.backend import GenerationEntry
+from baton.core.ids import ReadId
+from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.integrity.validate_read import foreign_entries
-from baton.transfer.reader.choice_text import MAX_REASON_CHARS, Candidate, choice_text
+from baton.transfer.reader.backend_choice import CHOICE_MIN_S, MAX_REASON_CHARS, MeasuredBackend, choice_text
 from baton.transfer.reader.validation_record import (
     MAX_INVALID_PULLS,
     RETRY_MAX_S,
@@ -97,6 +98,40 @@ async def test_invalid_pulls_in_a_row_choose_another_backend_at_once() -> None:
 
 
 @virtual
+async def test_an_invalid_backend_is_measured_again_when_the_next_one_breaks() -> None:
+    async with choice_rig() as c:
+        await chosen_one(c, of_another_block)
+        for request in range(MAX_INVALID_PULLS):
+            await invalid_pull(c.rig, request)
+        await asyncio.sleep(RETRY_MIN_S)
+        assert c.transport == "three"
+        c.fabrics["one"].seen_entry = unchanged
+        c.fabrics["three"].failing = True
+        c.rig.kv_reader.probe(OWNER)
+        await asyncio.sleep(2 * CHOICE_MIN_S)
+        assert c.transport == "one"
+        assert c.reason.startswith("one 0")
+        await pull_all(c.rig, request=MAX_INVALID_PULLS)
+
+
+@virtual
+async def test_a_two_sided_backend_that_keeps_no_entries_of_trial_reads_is_used() -> None:
+    async with choice_rig() as c:
+        slow_down(c, one=5.0, three=3.0)
+        reader = c.backends["two"][1]
+        reader._two_sided = True
+        start = reader.start_read_generations
+
+        def lose(read_id: ReadId, source: KvDescriptor) -> None:
+            start(read_id, source)
+            reader._reads.end(read_id, ReadState.LOST)
+
+        reader.start_read_generations = lose  # type: ignore[method-assign]
+        assert await c.rig.kv_reader.warmed(OWNER)
+        assert c.transport == "two"
+
+
+@virtual
 async def test_pulls_are_never_invalid_in_a_row_if_blocks_between_them_are_valid() -> None:
     async with choice_rig() as c:
         await chosen_one(c, unchanged)
@@ -122,7 +157,12 @@ async def test_the_only_backend_is_used_again_after_a_pause_and_a_valid_trial_re
         probes = r.fabric.probes
         await asyncio.sleep(RETRY_MIN_S - 1)
         assert r.fabric.probes == probes
-        await asyncio.sleep(2)
+        r.fabric.generation_reads_may_end.clear()
+        await asyncio.sleep(1.5)
+        assert r.fabric.probes > probes
+        assert r.kv_reader.links()[0].broken  # a probe has succeeded, but its entries are not known
+        r.fabric.generation_reads_may_end.set()
+        await asyncio.sleep(0.5)
         assert r.kv_reader.links()[0].problem == "validation_failed: epoch of a trial read"
         r.fabric.seen_entry = unchanged
         await asyncio.sleep(2 * RETRY_MIN_S)
@@ -158,8 +198,8 @@ def test_entries_of_a_trial_read_must_be_the_owners(epochs: list[int], num_block
 
 def test_the_text_of_a_choice_has_speeds_and_short_reasons() -> None:
     measured = [
-        Candidate(transfer="nixl", bytes_per_s=8.25e9, problem=""),
-        Candidate(transfer="local", bytes_per_s=0.0, problem="transfer_failed"),
+        MeasuredBackend(transfer="nixl", bytes_per_s=8.25e9, problem=""),
+        MeasuredBackend(transfer="local", bytes_per_s=0.0, problem="transfer_failed"),
     ]
     text = choice_text(measured, {"collective": "not\ninstalled"})
     assert text == "nixl 8.25 GB/s, local transfer_failed, collective left out (not installed)"

@@ -207,7 +207,7 @@ def _links(links: Sequence[tuple[WorkerStatus, LinkReport]], max_links: int | No
 
 
 def _transport(link: LinkReport) -> str:
-    """Return the transport of a link, with the measured speeds of all backends and those that were left out."""
+    """Return the transport of a link, with what is known of other transfer backends of the pair."""
     transport = link.transport or "unknown"
     return f"{transport} (auto: {link.choice})" if link.choice else transport
 

@@ -18,6 +18,7 @@ from baton.fleet.doctor.doctor_channel import connect_reads, serve_reads
 from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
+from baton.transfer.integrity.validate_read import foreign_entries
 
 NUM_BLOCKS = 384
 _COMPONENT = KvComponent(name="k", num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -111,6 +112,7 @@ async def measure_reads(name: str) -> None:
                 raise RuntimeError(f"reading the owner's memory ended in state {state.value}")
             best_s = min(best_s, loop.time() - began_s)
             backend.release(ReadId(number))
+        await check_entries(backend, KvDescriptor(memory=owner.memory, block_ids=tuple(range(num_blocks))))
         measured = {
             "transport": backend.transport_to(owner.memory),
             "bytes_per_s": num_blocks * LAYOUT.block_bytes / best_s,
@@ -118,6 +120,24 @@ async def measure_reads(name: str) -> None:
     sys.stdout.write(json.dumps(measured) + "\n")
     sys.stdout.flush()
     await backend.aclose()
+
+
+async def check_entries(backend: TransferBackend, source: KvDescriptor) -> None:
+    """Raise RuntimeError if the generation-table entries of blocks that were read are not the owner's.
+
+    A two-sided backend may keep no entries of such reads, because the owner itself has sent the blocks.
+    """
+    read_id = ReadId(NUM_ROUNDS * NUM_PARTS)
+    backend.start_read_generations(read_id, source)
+    state = await backend.wait(read_id)
+    if state is not ReadState.LOST or not backend.is_two_sided(source.memory):
+        if state is not ReadState.DONE:
+            raise RuntimeError(f"reading entries of the owner's memory ended in state {state.value}")
+        entries = backend.generations(read_id)
+        what = foreign_entries(entries, len(source.block_ids), source.memory.owner.worker_epoch)
+        if what is not None:
+            raise RuntimeError(f"the entries of the owner's memory are not the owner's: their {what} differs")
+    backend.release(read_id)
 
 
 async def serve_memory(name: str) -> None:

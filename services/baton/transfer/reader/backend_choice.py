@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from baton.core.errors import LayoutMismatch, Reason
 from baton.core.messages.peer_messages import GroupMessage
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
-from baton.transfer.reader.choice_text import Candidate, choice_text
 from baton.transfer.reader.peer_reads import PeerReads
 from baton.transfer.reader.transfer_observer import TransferObserver
 
@@ -20,6 +20,17 @@ CHOICE_MAX_S = 300.0
 choice, because a measurement of all of them loads a network that may just be slow."""
 TRIAL_READ_S = 5.0
 """Longest read while one of several backends is measured, so that a silent one delays the others little."""
+MAX_REASON_CHARS = 100
+"""Longest reason in `choice_text` why one backend was left out. The text is part of each worker report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBackend:
+    """Result of the measurement of one backend. problem: why it cannot be used; empty if it can."""
+
+    transfer: str
+    bytes_per_s: float
+    problem: str
 
 
 class BackendChoice:
@@ -57,7 +68,6 @@ class BackendChoice:
         self._next_s = float("-inf")
         self._is_closed = False
         self._chooses_by: Reason | None = None
-        self._has_worked = False
         self.is_choosing = False
         self.reason = choice_text((), left_out)
         self.reads = self._candidates[0] if len(self._candidates) == 1 else None
@@ -128,13 +138,12 @@ class BackendChoice:
     def _is_due(self) -> bool:
         """True if the link is broken and its backends are to be measured again.
 
-        An invalid backend cannot be repaired by a probe, so another one is looked for at once; but only once,
-        if all of them are broken.
+        A probe cannot repair an invalid backend, so another one that may be tried is looked for at once.
         """
         if self.reads is None or not self.reads.broken or len(self._candidates) == 1:
             return False
         has_other = any(candidate.may_probe for candidate in self._candidates if candidate is not self.reads)
-        return self._clock() >= self._next_s or (self.reads.is_invalid and self._has_worked and has_other)
+        return self._clock() >= self._next_s or (self.reads.is_invalid and has_other)
 
     async def _choose(self) -> None:
         """Measure each backend and use the fastest valid one. One that is not used is disconnected."""
@@ -155,8 +164,10 @@ class BackendChoice:
         candidate.longest_read_s = TRIAL_READ_S
         try:
             self._connect(candidate)
+            if not await candidate.revalidate():
+                return
             await candidate.warm()
-            if not self._is_closed and (candidate.is_invalid or not candidate.broken):
+            if not candidate.broken and not self._is_closed:
                 await candidate.validate()
         except Exception:
             log.exception("kv_backend_failed", owner=str(candidate.owner), transfer=candidate.regions.transfer)
@@ -168,9 +179,8 @@ class BackendChoice:
         now_s = self._clock()
         self._pause_s = CHOICE_MIN_S if now_s > self._next_s + CHOICE_MAX_S else min(CHOICE_MAX_S, 2 * self._pause_s)
         self._next_s = now_s + self._pause_s
-        measured = [_result(candidate) for candidate in self._candidates]
+        measured = [_measured(candidate) for candidate in self._candidates]
         self.reason = choice_text(measured, self._left_out)
-        self._has_worked = not chosen.broken
         for candidate in self._candidates:
             candidate.is_used = candidate is chosen
             if candidate is not chosen:
@@ -191,9 +201,23 @@ def _preference(candidate: PeerReads) -> tuple[bool, bool, float]:
     return is_usable, not candidate.is_invalid, candidate.measured_bytes_per_s
 
 
-def _result(candidate: PeerReads) -> Candidate:
+def _measured(candidate: PeerReads) -> MeasuredBackend:
     if candidate.is_tried and not candidate.broken:
         rate, problem = candidate.measured_bytes_per_s, ""
     else:
         rate, problem = 0.0, candidate.problem or "not measured"
-    return Candidate(transfer=candidate.regions.transfer, bytes_per_s=rate, problem=problem)
+    return MeasuredBackend(transfer=candidate.regions.transfer, bytes_per_s=rate, problem=problem)
+
+
+def choice_text(measured: Sequence[MeasuredBackend], left_out: Mapping[str, str]) -> str:
+    """Return the speed or problem of each measured backend, then what was left out, for operators.
+
+    left_out: reasons by name of the backend
+    """
+    speeds = [f"{each.transfer} {each.problem or f'{each.bytes_per_s / 1e9:.3g} GB/s'}" for each in measured]
+    return ", ".join([*speeds, *(f"{name} left out ({_shorten(reason)})" for name, reason in left_out.items())])
+
+
+def _shorten(reason: str) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"

@@ -370,12 +370,19 @@ class PeerReads:
 
         An invalid link is validated before.
         """
-        if self.is_invalid and (await self.probe() is not ReadState.DONE or not await self.validate()):
+        if not await self.revalidate():
             return
         if not self._required.is_met:
             await self.warm()
         else:
             await self.probe()
+
+    async def revalidate(self) -> bool:
+        """Validate an invalid link again. Returns True if it is not invalid any more.
+
+        It is broken until a probe succeeds after this.
+        """
+        return not self.is_invalid or (await self.probe() is ReadState.DONE and await self.validate())
 
     async def validate(self) -> bool:
         """Read the entries of the blocks of the last probe, and break the link if they are not the owner's.

@@ -1,7 +1,7 @@
 """Decides after how many invalid pulls a link is not used any more, and when such a link is tried again."""
 
 MAX_INVALID_PULLS = 3
-"""Pulls in a row that fail validation before the link is given up. One is normal, because blocks are reused."""
+"""Number of invalid pulls in a row after which a link is invalid. One is normal: blocks are reused."""
 RETRY_MIN_S = 5.0
 RETRY_MAX_S = 300.0
 """Shortest and longest pause before an invalid link is tried again. It doubles each time until a block was
@@ -9,7 +9,7 @@ valid."""
 
 
 class ValidationRecord:
-    """What the validation of reads over one link has shown.
+    """Counts invalid pulls over one link and decides whether the link may be used.
 
     failure: why the link is invalid, so that nothing may be read over it; empty if it is not
     """

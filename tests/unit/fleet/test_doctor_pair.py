@@ -1,0 +1,26 @@
+"""The process of `baton doctor links` that reads fails if what it reads is not the owner's."""
+
+import pytest
+
+from baton.fleet.doctor.doctor_pair import LAYOUT, allocate, check_entries, new_worker, open_backend
+from baton.transfer.backend import KvDescriptor
+from baton.transfer.integrity.generation_table import MemoryGenerationTable
+
+
+@pytest.mark.parametrize("epoch_offset", [0, 1])
+async def test_entries_that_are_not_the_owners_are_an_error(epoch_offset: int) -> None:
+    owner, memory = new_worker("owner"), allocate("local", 4)
+    MemoryGenerationTable(memory.generation_table, (owner.worker_epoch + epoch_offset) % 2**64)
+    served = open_backend("local", owner, memory)
+    reader = open_backend("local", new_worker("reader"), allocate("local", 4))
+    try:
+        reader.connect(served.memory[0], LAYOUT)
+        source = KvDescriptor(memory=served.memory[0], block_ids=(0, 1))
+        if epoch_offset:
+            with pytest.raises(RuntimeError, match=r"their epoch differs|ended in state failed"):
+                await check_entries(reader, source)
+        else:
+            await check_entries(reader, source)
+    finally:
+        await reader.aclose()
+        await served.aclose()
