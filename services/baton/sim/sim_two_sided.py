@@ -127,11 +127,10 @@ class SimGroupReader:
 
 
 def _keep(owner: _GroupOwner, read: GroupedRead, entries: Entries) -> None:
-    """Keep the entries of a read. Blocks of a probe have none."""
+    """Keep the entries of a read."""
     name = read.source.memory.agent_name
-    for block_id, destination, entry in zip(read.source.block_ids, read.destinations, entries, strict=True):
-        if destination is not None:
-            owner.entries[name, block_id] = entry
+    for block_id, entry in zip(read.source.block_ids, entries, strict=True):
+        owner.entries[name, block_id] = entry
 
 
 class SimReadServer:

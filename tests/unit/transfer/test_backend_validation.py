@@ -115,20 +115,19 @@ async def test_an_invalid_backend_is_measured_again_when_the_next_one_breaks() -
 
 
 @virtual
-async def test_a_two_sided_backend_that_keeps_no_entries_of_trial_reads_is_used() -> None:
+async def test_a_backend_that_loses_the_entries_of_trial_reads_is_not_used() -> None:
     async with choice_rig() as c:
         slow_down(c, one=5.0, three=3.0)
         reader = c.backends["two"][1]
-        reader._two_sided = True
         start = reader.start_read_generations
 
-        def lose(read_id: ReadId, source: KvDescriptor) -> None:
-            start(read_id, source)
+        def lose(read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+            start(read_id, source, payload)
             reader._reads.end(read_id, ReadState.LOST)
 
         reader.start_read_generations = lose  # type: ignore[method-assign]
         assert await c.rig.kv_reader.warmed(OWNER)
-        assert c.transport == "two"
+        assert c.transport == "three"
 
 
 @virtual

@@ -136,7 +136,6 @@ class PeerReads:
         most = min(int(MAX_INFLIGHT_SHARE * shared.backend.num_blocks), MAX_INFLIGHT_BYTES // self.block_bytes)
         self._max_inflight = max(1, most)
         self._open_probes = 0
-        self._num_probed = 1
         self._doubted_blocks = 0
         self._doubted_probes = 0
         self._blocked_since_s: float | None = None
@@ -320,6 +319,17 @@ class PeerReads:
 
         Returns the state: terminal, IN_DOUBT, or None if the deadline passed.
         """
+        read_id, _source, state = await self._read_probe(num_blocks)
+        if state is not None and state is not ReadState.IN_DOUBT:
+            self._backend.release(read_id)
+            self._probe_ended(state)
+        return state
+
+    async def _read_probe(self, num_blocks: int) -> tuple[ReadId, KvDescriptor, ReadState | None]:
+        """Read blocks into scratch memory.
+
+        The caller releases the read and records its end if it is terminal.
+        """
         read_id = self._shared.next_read_id()
         source = KvDescriptor(memory=self.memory, block_ids=tuple(range(num_blocks)))
         started_s = self._clock()
@@ -336,14 +346,9 @@ class PeerReads:
                 self._probe_ended(ended)
 
             self._shared.quarantine.watch(read_id, (), on_terminal)
-            return state
-        if state is ReadState.DONE:
-            self._num_probed = num_blocks
-        if state is ReadState.DONE and self.is_tried:  # the first read includes connecting, so it is not measured
+        elif state is ReadState.DONE and self.is_tried:  # the first read includes connecting, so it is not measured
             self.bandwidth.ended(num_blocks * self.block_bytes, started_s, self._clock())
-        self._backend.release(read_id)
-        self._probe_ended(state)
-        return state
+        return read_id, source, state
 
     def _probe_ended(self, state: ReadState) -> None:
         self._open_probes -= 1
@@ -382,27 +387,32 @@ class PeerReads:
 
         It is broken until a probe succeeds after this.
         """
-        return not self.is_invalid or (await self.probe() is ReadState.DONE and await self.validate())
+        return not self.is_invalid or await self.validate()
 
     async def validate(self) -> bool:
-        """Read the entries of the blocks of the last probe, and break the link if they are not the owner's.
+        """Read a block and its entry, and break the link if they are not the owner's.
 
-        A two-sided backend may keep no entries of a probe. The owner itself has then sent its blocks, and
-        they count as valid. Returns True if the link is valid.
+        Returns True if the link is valid.
         """
-        source = KvDescriptor(memory=self.memory, block_ids=tuple(range(self._num_probed)))
-        try:
-            entries = await self.read_generations(source)
-        except TimeoutError:
+        read_id, source, state = await self._read_probe(1)
+        if state is None or state is ReadState.IN_DOUBT:
             self.break_link(Reason.TRANSFER_TIMEOUT)
             return False
+        reason, entries = Reason.TRANSFER_FAILED, None
+        try:
+            if state is ReadState.DONE:
+                entries = await self.read_generations(read_id, source)
+        except TimeoutError:
+            reason = Reason.TRANSFER_TIMEOUT
         except ReadLost:
-            what = None if self._backend.is_two_sided(self.memory) else "shape"
-        else:
-            if entries is None:
-                self.break_link(Reason.TRANSFER_FAILED)
-                return False
-            what = foreign_entries(entries, self._num_probed, self.owner.worker_epoch)
+            log.warning("kv_entries_lost", owner=str(self.owner), transport=self.transport)
+        finally:
+            self._backend.release(read_id)
+            self._probe_ended(state)
+        if entries is None:
+            self.break_link(reason)
+            return False
+        what = foreign_entries(entries, len(source.block_ids), self.owner.worker_epoch)
         if what is None:
             self._validation.entries_valid()
             return True
