@@ -202,11 +202,12 @@ async def test_a_silent_reader_delays_no_other_pair_of_its_owner() -> None:
     memories[0].close()
 
 
-@pytest.mark.parametrize("key", ["0/0", "0/1", "x"])
+@pytest.mark.parametrize("key", ["0/0", "0/1", "secret/0", "x"])
 async def test_invalid_values_of_a_reader_end_its_group_only(key: str) -> None:
     async with connected() as pair:
         hostile = pair.owner.backend.serve(builders.worker_ref("d1", epoch=3), lambda message: None)
         for number in range(1, 6):
+            hostile.receive(GroupMessage(group=number, key="secret/0", value=bytes(32)))
             hostile.receive(GroupMessage(group=number, key=key, value=Random(number).randbytes(170)))
             hostile.expect_read(ReadId(number), (0,))
             assert await pair.read({number: number}) is ReadState.DONE

@@ -68,8 +68,8 @@ class GroupKind(Protocol):
     @property
     def messages(self) -> MessageMemory: ...
 
-    def open(self, store: RendezvousStore, rank: int, timeout_s: float) -> ProcessGroup:
-        """Return a group that has not joined yet. `timeout_s`: longest time that joining may take."""
+    def open(self, store: RendezvousStore, rank: int) -> ProcessGroup:
+        """Return a group that has not joined yet. The time limit of the store is that of joining."""
         ...
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class CollectiveBackend(TrackedReads):
         send(GroupMessage(group=number, key=JOIN_KEY))  # before the first read is announced
         owner.store = self._new_store(lambda key, value: send(GroupMessage(group=number, key=key, value=value)))
         owner.group = ReadingGroup(
-            self._kind.open(owner.store, READER_RANK, RENDEZVOUS_S),
+            self._kind.open(owner.store, READER_RANK),
             self._kind.messages,
             name=str(owner.ref),
             silence_s=self._silence_s,
@@ -333,7 +333,7 @@ class CollectiveBackend(TrackedReads):
             log.warning("kv_group_refused", reader=str(reader), problem=problem)
             return None
         group = ServingGroup(
-            self._kind.open(store, OWNER_RANK, RENDEZVOUS_S),
+            self._kind.open(store, OWNER_RANK),
             self._kind.messages,
             name=str(reader),
             silence_s=self._silence_s,

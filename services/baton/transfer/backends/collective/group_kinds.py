@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GlooKind:
-    """Implements `GroupKind` for host memory. All groups share one listening socket and one thread."""
+    """Implements `GroupKind` for host memory. Each group has a listening socket and a thread of its own."""
 
     name = "gloo"
     memory_kind = HOST
@@ -27,19 +27,20 @@ class GlooKind:
         Raises ConfigError if it is none of this machine's own.
         """
         self.messages = HostMessages(layout, memory, tier)
+        self._host = host
         try:
-            self._device = gloo_device(host)
+            gloo_device(host)  # only a check: it is closed at once
         except RuntimeError as error:
             raise ConfigError(
                 f"Gloo cannot use the address {host!r} ({str(error).splitlines()[0]}): set --advertise-host to an "
                 "address of this machine"
             ) from error
 
-    def open(self, store: RendezvousStore, rank: int, timeout_s: float) -> ProcessGroup:
-        return GlooGroup(store, rank, self._device, timeout_s=timeout_s)
+    def open(self, store: RendezvousStore, rank: int) -> ProcessGroup:
+        return GlooGroup(store, rank, self._host)
 
     def close(self) -> None:
-        self._device = None
+        """Nothing is shared."""
 
 
 class NcclKind:
@@ -60,10 +61,10 @@ class NcclKind:
         self._device = kv.device
         self.messages = GpuMessages(layout, kv, generation_table, tier)
 
-    def open(self, store: RendezvousStore, rank: int, timeout_s: float) -> ProcessGroup:
+    def open(self, store: RendezvousStore, rank: int) -> ProcessGroup:
         from baton.transfer.backends.collective.nccl_group import NcclGroup
 
-        return NcclGroup(store, rank, self._device, timeout_s=timeout_s)
+        return NcclGroup(store, rank, self._device)
 
     def close(self) -> None:
         """Nothing is shared."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.transfer.backends.collective.group_secrets import exchange_secrets, verify_peer
 from baton.transfer.backends.collective.process_group import GroupFailed
 from baton.transfer.backends.collective.rendezvous_store import RendezvousClosed, RendezvousStore
 
@@ -23,13 +24,11 @@ class NcclGroup:
     """Implements `ProcessGroup`.
 
     An operation is only queued on the GPU, so `wait` polls for its end. The communicator is formed by `join`,
-    with an exchange of one byte, because NCCL connects with the first message only.
+    with the exchange of secrets, because NCCL connects with the first message only.
     """
 
-    def __init__(self, store: RendezvousStore, rank: int, device: torch.device, *, timeout_s: float) -> None:
-        """`timeout_s`: longest time that joining may take."""
+    def __init__(self, store: RendezvousStore, rank: int, device: torch.device) -> None:
         self._store, self._rank, self._device = store, rank, device
-        self._timeout_s = timeout_s
         self._group: Any = None
         self._stream: Any = None
         self._is_aborted = False
@@ -39,14 +38,14 @@ class NcclGroup:
 
         os.environ.update(_ENVIRONMENT)
         try:
+            known = exchange_secrets(self._store, self._rank)
             torch.cuda.set_device(self._device)
             options = ProcessGroupNCCL.Options()
             options._timeout = _OPERATION
             options.config.blocking = 0  # so that `abort` ends an operation that waits for the other process
             self._stream = torch.cuda.Stream(self._device)
             self._group = ProcessGroupNCCL(self._store, self._rank, 2, options)
-            greeting = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self.wait(self.start_receive(greeting) if self._rank else self.start_send(greeting), self._timeout_s)
+            verify_peer(self, self._rank, known, lambda: self._store.left_s, self._device)
         except (RuntimeError, RendezvousClosed, TimeoutError) as error:
             raise GroupFailed(f"the group was not formed: {error}") from error
         if self._is_aborted:

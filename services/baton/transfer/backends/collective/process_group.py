@@ -22,7 +22,10 @@ class ProcessGroup(Protocol):
     """
 
     def join(self) -> None:
-        """Wait until the other process joins, and connect to it. Raises GroupFailed after a time limit."""
+        """Wait until the other process joins, connect to it, and check that it is the one of the store.
+
+        Raises GroupFailed, at the latest when the time limit of the store has passed.
+        """
         ...
 
     def start_send(self, buffer: Any) -> Any:
