@@ -94,15 +94,16 @@ async def test_probe_changes_no_block(backend: str) -> None:
 async def test_entries_after_a_probe_are_the_owners(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         block_ids = tuple(range(min(2, pair.reader.backend.max_probe_blocks)))
-        assert await pair.probe(*block_ids) is ReadState.DONE
-        read_id = ReadId(1000)
-        pair.reader.backend.start_read_generations(read_id, pair.describe(block_ids))
-        if await pair.reader.backend.wait(read_id) is ReadState.LOST:
-            assert pair.reader.backend.is_two_sided(pair.memory)  # it may keep no entries of probes
-        else:
-            entries = pair.reader.backend.generations(read_id)
-            assert foreign_entries(entries, len(block_ids), pair.owner.worker.worker_epoch) is None
-        pair.reader.backend.release(read_id)
+        probe, read_id, reader = ReadId(999), ReadId(1000), pair.reader.backend
+        reader.start_probe(probe, pair.describe(block_ids))
+        pair.announce(probe, block_ids)
+        assert await reader.wait(probe) is ReadState.DONE
+        reader.start_read_generations(read_id, pair.describe(block_ids), probe)
+        assert await reader.wait(read_id) is ReadState.DONE
+        entries = reader.generations(read_id)
+        assert foreign_entries(entries, len(block_ids), pair.owner.worker.worker_epoch) is None
+        for each in (read_id, probe):
+            reader.release(each)
 
 
 @all_backends
