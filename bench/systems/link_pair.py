@@ -78,7 +78,7 @@ class TimedReads:
         self._backend.start_read(blocks, source, block_ids)
         self._announce(blocks, source)
         await self._ended(blocks)
-        self._backend.start_read_generations(entries, source)
+        self._backend.start_read_generations(entries, source, blocks)
         await self._ended(entries)
         self._backend.generations(entries)
         for read_id in (blocks, entries):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.plain_json import from_plain, to_plain
-from baton.fleet.doctor.doctor_channel import connect_reads, serve_reads
+from baton.fleet.doctor.doctor_channel import Announce, connect_reads, serve_reads
 from baton.transfer.backend import KvDescriptor, ReadState, TransferBackend
 from baton.transfer.backends.host_memory import HostMemory, allocate_private, allocate_shared
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
@@ -105,14 +105,10 @@ async def measure_reads(name: str) -> None:
             block_ids = tuple(range(begin, begin + num_blocks))
             source = KvDescriptor(memory=owner.memory, block_ids=block_ids)
             began_s = loop.time()
-            backend.start_probe(ReadId(number), source)
-            announce(ReadId(number), source)
-            state = await backend.wait(ReadId(number))
-            if state is not ReadState.DONE:
-                raise RuntimeError(f"reading the owner's memory ended in state {state.value}")
+            await probe(backend, ReadId(number), source, announce)
             best_s = min(best_s, loop.time() - began_s)
+            await check_entries(backend, ReadId(number), source)
             backend.release(ReadId(number))
-        await check_entries(backend, KvDescriptor(memory=owner.memory, block_ids=tuple(range(num_blocks))))
         measured = {
             "transport": backend.transport_to(owner.memory),
             "bytes_per_s": num_blocks * LAYOUT.block_bytes / best_s,
@@ -122,21 +118,28 @@ async def measure_reads(name: str) -> None:
     await backend.aclose()
 
 
-async def check_entries(backend: TransferBackend, source: KvDescriptor) -> None:
+async def probe(backend: TransferBackend, read_id: ReadId, source: KvDescriptor, announce: Announce) -> None:
+    """Read blocks of the owner's memory. Raises RuntimeError if that fails. The caller releases the read."""
+    backend.start_probe(read_id, source)
+    announce(read_id, source)
+    state = await backend.wait(read_id)
+    if state is not ReadState.DONE:
+        raise RuntimeError(f"reading the owner's memory ended in state {state.value}")
+
+
+async def check_entries(backend: TransferBackend, payload: ReadId, source: KvDescriptor) -> None:
     """Raise RuntimeError if the generation-table entries of blocks that were read are not the owner's.
 
-    A two-sided backend may keep no entries of such reads, because the owner itself has sent the blocks.
+    payload: the read of the blocks
     """
-    read_id = ReadId(NUM_ROUNDS * NUM_PARTS)
-    backend.start_read_generations(read_id, source)
+    read_id = ReadId(NUM_ROUNDS * NUM_PARTS + payload)
+    backend.start_read_generations(read_id, source, payload)
     state = await backend.wait(read_id)
-    if state is not ReadState.LOST or not backend.is_two_sided(source.memory):
-        if state is not ReadState.DONE:
-            raise RuntimeError(f"reading entries of the owner's memory ended in state {state.value}")
-        entries = backend.generations(read_id)
-        what = foreign_entries(entries, len(source.block_ids), source.memory.owner.worker_epoch)
-        if what is not None:
-            raise RuntimeError(f"the entries of the owner's memory are not the owner's: their {what} differs")
+    if state is not ReadState.DONE:
+        raise RuntimeError(f"reading entries of the owner's memory ended in state {state.value}")
+    what = foreign_entries(backend.generations(read_id), len(source.block_ids), source.memory.owner.worker_epoch)
+    if what is not None:
+        raise RuntimeError(f"the entries of the owner's memory are not the owner's: their {what} differs")
     backend.release(read_id)
 
 
