@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,8 +17,13 @@ from baton.transfer.backends.collective.rendezvous_store import RendezvousClosed
 _POLL_S = 0.0002
 _OPERATION = timedelta(days=1)
 """NCCL's own limit of an operation. It is never reached: `wait` has one that ends only the group."""
-_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Keeps torch from ending the whole process when an operation of one group fails or takes long."""
+_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
+}
+"""Keeps torch from ending the whole process when an operation of one group fails or takes long. The last one
+is how many seconds it waits for a communicator."""
 
 
 class NcclGroup:
@@ -60,17 +66,20 @@ class NcclGroup:
     def wait(self, work: Any, timeout_s: float) -> None:
         ends_s = time.monotonic() + timeout_s
         try:
-            while not work.is_completed():
-                if self._is_aborted or time.monotonic() >= ends_s:
-                    raise GroupFailed(
-                        "the group was left" if self._is_aborted else f"no message within {timeout_s:g} s"
-                    )
-                time.sleep(_POLL_S)
+            self._poll(work.is_completed, ends_s)
             with torch.cuda.stream(self._stream):
                 work.wait()
-            self._stream.synchronize()
+            self._poll(self._stream.query, ends_s)  # an operation that has failed may never leave the stream
         except (RuntimeError, RendezvousClosed, TimeoutError) as error:
             raise GroupFailed(str(error)) from error
+
+    def _poll(self, has_ended: Callable[[], bool], ends_s: float) -> None:
+        while not has_ended():
+            if self._is_aborted:
+                raise GroupFailed("the group was left")
+            if time.monotonic() >= ends_s:
+                raise GroupFailed("no message within the time limit")
+            time.sleep(_POLL_S)
 
     def abort(self) -> None:
         self._is_aborted = True
