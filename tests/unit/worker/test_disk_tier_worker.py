@@ -239,8 +239,7 @@ async def test_a_disk_whose_reads_became_slow_delays_few_jobs() -> None:
         host = await restarted(simulated)
         await asyncio.sleep(1)
         disk, whole = disk_of(host.node), simulated.disks["p"].bytes_per_s
-        compute_s = MIN_RELOAD_WAIT_S
-        simulated.disks["p"].bytes_per_s = ALL_CACHED / BLOCK * disk.block_bytes / (4 * compute_s)
+        simulated.disks["p"].bytes_per_s = ALL_CACHED / BLOCK * disk.block_bytes / (4 * MIN_RELOAD_WAIT_S)
         for prompt in (0, 1, 2, 0, 1, 2):
             await host.answer(prompt)
             await asyncio.sleep(1)

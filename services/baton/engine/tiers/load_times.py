@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 
 _CLASS_SAMPLES = 5
 """Number of the newest loads of one size class that are kept."""
@@ -66,14 +67,15 @@ class LoadTimes:
         self._are_slow = False
         self._copy_block_s: float | None = None
         self._cost: LoadCost | None = None  # of the present samples; None if it is to be computed
+        self._drop_at_s = inf
         self._late, self._late_until_s = LoadCost(0.0, 0.0), 0.0
         self._num_running = 0
         self._began_s, self._num_blocks, self._is_whole = 0.0, 0, True
 
     def cost(self, now_s: float) -> LoadCost | None:
         """Return what loads cost; None before the first, and if all are too old."""
-        if self._drop_old(now_s):
-            self._cost = None
+        if now_s >= self._drop_at_s:
+            self._drop_old(now_s)
         if self._cost is None and self._samples:
             self._cost = _fitted([each for known in self._samples.values() for each in known], self._copy_block_s)
         return self._cost
@@ -147,6 +149,7 @@ class LoadTimes:
         else:
             self._keep(sample)
         self._cost = None
+        self._drop_at_s = min(self._drop_at_s, sample.ended_s + _MAX_AGE_S)
 
     def _keep(self, sample: _Sample) -> None:
         size = sample.num_blocks.bit_length()
@@ -187,16 +190,15 @@ class LoadTimes:
             return 0.0
         return max(self._late.fixed_s, num_blocks * self._late.block_s)
 
-    def _drop_old(self, now_s: float) -> bool:
-        """Drop old loads. Returns True if there were some."""
-        num_dropped, oldest_s = 0, now_s - _MAX_AGE_S
+    def _drop_old(self, now_s: float) -> None:
+        """Drop old loads, and note when the next one will be old."""
         for size, samples in list(self._samples.items()):
-            while samples and samples[0].ended_s < oldest_s:
+            while samples and samples[0].ended_s + _MAX_AGE_S <= now_s:
                 samples.popleft()
-                num_dropped += 1
             if not samples:
                 del self._samples[size]
-        return num_dropped > 0
+        oldest_s = min((samples[0].ended_s for samples in self._samples.values()), default=inf)
+        self._drop_at_s, self._cost = oldest_s + _MAX_AGE_S, None
 
 
 def _fitted(samples: Sequence[_Sample], copy_block_s: float | None) -> LoadCost:

@@ -14,10 +14,9 @@ from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.retention.content_owner import NO_USE
 from baton.engine.retention.eviction_order import ReuseLruOrder
 from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S
-from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
-from baton.engine.tiers.load_times import LoadTimes
 from baton.engine.tiers.slots import FIRST_USE_SHARE, TierSlots
+from baton.engine.tiers.tier_speed import TierSpeed
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
@@ -110,7 +109,7 @@ class DiskTier:
         self._store_rows = range(num_stored_at_once)
         self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
         self._part_blocks = max(1, min(self._load_rows.num_rows, COPY_BYTES // block_bytes))
-        self._load_times, self._store_speed = LoadTimes(), CopySpeed()
+        self._speed = TierSpeed(block_bytes)
         self._stage_s, self._num_stores = 0.0, 0
         self._store_turn = asyncio.Lock()
         self._store_after_s = 0.0
@@ -132,14 +131,11 @@ class DiskTier:
         return self.slots.slot_of(block_hash) is not None
 
     def load_s(self, num_blocks: int) -> float | None:
-        """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
-        predicted_s = self._load_times.predicted_s(num_blocks, asyncio.get_running_loop().time())
-        return self.store_s(num_blocks) if predicted_s is None else predicted_s
+        return self._speed.load_s(num_blocks, asyncio.get_running_loop().time())
 
     @property
     def load_block_s(self) -> float | None:
-        cost = self._load_times.cost(asyncio.get_running_loop().time())
-        return self.store_s(1) if cost is None else cost.block_s
+        return self._speed.load_block_s(asyncio.get_running_loop().time())
 
     @property
     def answers(self) -> bool:
@@ -147,19 +143,18 @@ class DiskTier:
         return not self._num_silent_reads
 
     def store_s(self, num_blocks: int) -> float | None:
-        s_per_byte = self._store_speed.s_per_byte
-        return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+        return self._speed.store_s(num_blocks)
 
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
-        counts, cost = self.counts(), self._load_times.cost(asyncio.get_running_loop().time())
+        counts = self.counts()
         block_s = self.load_block_s if self.answers else SILENT_S_PER_BYTE * self.block_bytes
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
             load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
-            load_overhead_s=cost.fixed_s if cost else 0.0,
+            load_overhead_s=self._speed.load_fixed_s(asyncio.get_running_loop().time()),
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
@@ -174,9 +169,9 @@ class DiskTier:
             await self._calls.to_its_end(self._probe())
             return
         for part in (hashes[-count:], hashes[:count]):
-            self._load_times.forget()
+            self._speed.loads.forget()
             await self._measured(self._load(part, None), len(part))
-        self._load_times.forget_with_the_next()
+        self._speed.loads.forget_with_the_next()
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         if asyncio.get_running_loop().time() < self._store_after_s:
@@ -266,7 +261,7 @@ class DiskTier:
         num_stored = self.slots.end_fill(filling, is_complete=is_complete)
         if is_complete:
             took_s = loop.time() - began_s
-            self._store_speed.observe(num_bytes, took_s)
+            self._speed.stored(len(wanted), took_s)
             self.totals.stored_blocks += num_stored
             self.totals.stored_bytes += num_bytes
             self.totals.store_s += took_s
@@ -284,7 +279,7 @@ class DiskTier:
                 await self._disk_runner.write(partial(self._store.probe, rows, rows), num_bytes)
         except OSError:  # it has been counted
             return 0
-        self._store_speed.observe(num_bytes, loop.time() - began_s)
+        self._speed.stored(len(rows), loop.time() - began_s)
         return len(rows)
 
     async def _erase(self, tenant_root: BlockHash) -> int:
@@ -321,10 +316,9 @@ class DiskTier:
         """Run a load of `num_blocks` to its end, and record its time."""
         return await self._calls.measured_load(
             load,
-            self._load_times,
+            self._speed,
             num_blocks=num_blocks,
             within_s=within_s,
-            copy_block_s=self.store_s(1),
         )
 
     async def _load(
@@ -421,7 +415,7 @@ class DiskTier:
             if not task.cancelled():
                 task.exception()  # a failed read is only late
             if not is_silent:
-                self._load_times.read_was_late(len(rows), loop.time() - began_s, loop.time())
+                self._speed.loads.read_was_late(len(rows), loop.time() - began_s, loop.time())
                 return
             self._num_silent_reads -= 1
             if self.answers:

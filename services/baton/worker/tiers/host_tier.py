@@ -10,10 +10,9 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEventKind, Tier
 from baton.engine.tiers.copy_policy import COPY_BYTES, DISPLACED_S
-from baton.engine.tiers.copy_speed import CopySpeed
 from baton.engine.tiers.kv_tier import BlockToStore, TierCounts
-from baton.engine.tiers.load_times import LoadTimes
 from baton.engine.tiers.slots import TierSlots
+from baton.engine.tiers.tier_speed import TierSpeed
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import MemoryGenerationTable
@@ -76,7 +75,7 @@ class HostTier:
         self._runner = runner
         self._displaced_s = DISPLACED_S if shares_cores else 0.0
         self._num_stores = 0
-        self._store_speed, self._load_times = CopySpeed(), LoadTimes()
+        self._speed = TierSpeed(block_bytes)
         self._calls = RunningCalls()
 
     @property
@@ -95,29 +94,24 @@ class HostTier:
         return self.slots.slot_of(block_hash) is not None
 
     def load_s(self, num_blocks: int) -> float | None:
-        """Return the predicted time to load blocks. Before the first load, stores tell the speed."""
-        predicted_s = self._load_times.predicted_s(num_blocks, asyncio.get_running_loop().time())
-        return self.store_s(num_blocks) if predicted_s is None else predicted_s
+        return self._speed.load_s(num_blocks, asyncio.get_running_loop().time())
 
     @property
     def load_block_s(self) -> float | None:
-        cost = self._load_times.cost(asyncio.get_running_loop().time())
-        return self.store_s(1) if cost is None else cost.block_s
+        return self._speed.load_block_s(asyncio.get_running_loop().time())
 
     def store_s(self, num_blocks: int) -> float | None:
-        s_per_byte = self._store_speed.s_per_byte
-        return None if s_per_byte is None else s_per_byte * num_blocks * self.block_bytes
+        return self._speed.store_s(num_blocks)
 
     def report(self, num_loading_blocks: int) -> TierReport:
         """Return the state of the tier for schedulers. `num_loading_blocks`: of the reloads under way."""
-        counts, cost = self.counts(), self._load_times.cost(asyncio.get_running_loop().time())
-        block_s = self.load_block_s
+        counts, block_s = self.counts(), self.load_block_s
         return TierReport(
             tier=self.tier.value,
             total=counts.total,
             held=counts.held,
             load_bytes_per_s=self.block_bytes / block_s if block_s else 0.0,
-            load_overhead_s=cost.fixed_s if cost else 0.0,
+            load_overhead_s=self._speed.load_fixed_s(asyncio.get_running_loop().time()),
             loading_bytes=num_loading_blocks * self.block_bytes,
         )
 
@@ -127,8 +121,11 @@ class HostTier:
         The first of two copies allocates memory, so it does not count.
         """
         count = min(num_device_blocks, self.slots.num_slots, max(1, COPY_BYTES // self.block_bytes))
-        for speed in (CopySpeed(), self._store_speed):
-            await self._calls.to_its_end(self._copy(self._copies.to_host, range(count), range(count), speed))
+        took_s = None
+        for _ in range(2):
+            took_s = await self._calls.to_its_end(self._copy(self._copies.to_host, range(count), range(count)))
+        if took_s is not None:
+            self._speed.stored(count, took_s)
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
         filling = self.slots.begin_fill(blocks)  # now, so that content that is discarded from now on is dropped
@@ -140,9 +137,8 @@ class HostTier:
         """Otherwise as in `KvTier`, but without a limit: memory answers."""
         return await self._calls.measured_load(
             self._load(hashes, block_ids),
-            self._load_times,
+            self._speed,
             num_blocks=min(len(hashes), len(block_ids)),
-            copy_block_s=self.store_s(1),
         )
 
     def count_use(self, block_hash: BlockHash) -> None:
@@ -175,11 +171,11 @@ class HostTier:
 
     async def _store(self, filling: Mapping[int, BlockToStore]) -> int:
         self._num_stores += 1
-        took_s = await self._copy(
-            self._copies.to_host, [block.block_id for block in filling.values()], list(filling), self._store_speed
-        )
+        block_ids = [block.block_id for block in filling.values()]
+        took_s = await self._copy(self._copies.to_host, block_ids, list(filling))
         num_stored = self.slots.end_fill(filling, is_complete=took_s is not None)
         if took_s is not None:
+            self._speed.stored(len(filling), took_s)
             self.totals.stored_blocks += num_stored
             self.totals.stored_bytes += len(filling) * self.block_bytes
             self.totals.store_s += took_s
@@ -220,17 +216,12 @@ class HostTier:
         copy: Callable[[Sequence[int], Sequence[int]], None],
         source: Sequence[int],
         destination: Sequence[int],
-        speed: CopySpeed | None = None,
     ) -> float | None:
-        """Return how long the copy took; None if it failed. `speed` records it."""
-        num_bytes = len(source) * self.block_bytes
+        """Return how long the copy took; None if it failed."""
         try:
             hit("tier.before_copy", num_blocks=len(source))
-            took_s = await self._runner.run(partial(copy, source, destination), num_bytes)
+            return await self._runner.run(partial(copy, source, destination), len(source) * self.block_bytes)
         except Exception:  # errors of the device library
             log.exception("kv_tier_copy_failed", num_blocks=len(source))
             self.totals.failed_copies += 1
             return None
-        if speed is not None:
-            speed.observe(num_bytes, took_s)
-        return took_s

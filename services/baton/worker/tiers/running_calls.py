@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from baton.engine.tiers.load_times import LoadTimes
+from baton.engine.tiers.tier_speed import TierSpeed
 
 ResultT = TypeVar("ResultT")
 
@@ -51,29 +51,28 @@ class RunningCalls:
     async def measured_load(
         self,
         load: Coroutine[Any, Any, int],
-        times: LoadTimes,
+        speed: TierSpeed,
         *,
         num_blocks: int,
         within_s: float | None = None,
-        copy_block_s: float | None = None,
     ) -> int:
         """Run a load to its end and record its time. Returns how many blocks it has loaded.
 
-        num_blocks, within_s: how many it should load, and its limit. copy_block_s: see `LoadTimes.end`
+        num_blocks, within_s: how many it should load, and its limit
         """
         clock, num_loaded = asyncio.get_running_loop().time, 0
         began_s = clock()
-        times.begin(began_s)
+        speed.loads.begin(began_s)
         try:
             num_loaded = await self.to_its_end(load)
         finally:
             ended_s = clock()
-            times.end(
+            speed.loads.end(
                 num_loaded,
                 ended_s,
                 num_wanted=num_blocks,
                 is_cut_off=within_s is not None and num_loaded < num_blocks and ended_s - began_s >= within_s - CLOCK_S,
-                copy_block_s=copy_block_s,
+                copy_block_s=speed.store_s(1),
             )
         return num_loaded
 

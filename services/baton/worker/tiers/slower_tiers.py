@@ -56,9 +56,8 @@ class SlowerTiers:
         positions = self.positions(hashes)
         tiers = [tier for tier in self.tiers if tier.tier in positions]
         if len(tiers) == 1 and len(positions[tiers[0].tier]) == len(hashes):
-            return await tiers[0].load(
-                hashes, block_ids, within_s=within_s
-            )  # a task takes a further iteration of the loop
+            # Without a task, which takes a further iteration of the loop.
+            return await tiers[0].load(hashes, block_ids, within_s=within_s)
         counts = await asyncio.gather(
             *(
                 tier.load(
