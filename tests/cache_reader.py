@@ -136,7 +136,7 @@ class CacheReader:
         self._backend.connect(memory, self._layout)
         read_id, self._next_read = ReadId(self._next_read), self._next_read + 1
         self._backend.start_read_generations(
-            read_id, KvDescriptor(memory=memory, block_ids=tuple(range(memory.num_blocks)))
+            read_id, KvDescriptor(memory=memory, block_ids=tuple(range(memory.num_blocks))), None
         )
         async with asyncio.timeout(READ_S):
             state = await self._backend.wait(read_id)

@@ -161,7 +161,7 @@ class SimPair:
     async def entries(self, *block_ids: int, region: int = 0) -> tuple[GenerationEntry, ...] | None:
         """Return the entries that validate reads of blocks; None if they cannot be read."""
         read_id, backend = ReadId(next(self._read_ids)), self.reader.backend
-        backend.start_read_generations(read_id, self.source(block_ids, region))
+        backend.start_read_generations(read_id, self.source(block_ids, region), None)
         state = await backend.wait(read_id)
         entries = backend.generations(read_id) if state is ReadState.DONE else None
         backend.release(read_id)

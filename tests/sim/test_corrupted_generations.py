@@ -36,9 +36,7 @@ def test_corrupted_entries_are_discarded_and_the_answer_is_exact(
         destinations[source.block_ids] = block_ids[0]
         intact_read(self, read_id, source, block_ids)
 
-    def noted_start(
-        self: SimTransferBackend, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None
-    ) -> None:
+    def noted_start(self: SimTransferBackend, read_id: ReadId, source: KvDescriptor, payload: ReadId) -> None:
         sources[id(self), read_id] = source.block_ids
         intact_start(self, read_id, source, payload)
 

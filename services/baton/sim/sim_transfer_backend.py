@@ -288,7 +288,7 @@ class SimTransferBackend:
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._start(read_id, source, [None] * len(source.block_ids))
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         if self._groups is None:
             self._reads[read_id] = _SimRead(ended=start_in_network(self._read_generations(read_id, source)))
             return

@@ -177,14 +177,15 @@ class TransferBackend(Protocol):
         """
         ...
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         """Start to read the generation-table entries of the source's blocks.
 
         Call it after the read of these blocks is terminal; otherwise the entries validate nothing.
 
-        payload: that read, which must not be released yet. A two-sided read brings the entries with the
-            blocks and keeps them until its release. Raises ValueError if it is not given, or has read other
-            blocks. One-sided backends do not need it.
+        payload: that read, which must not be released yet; None if there was none, as in an audit. A
+            two-sided read brings the entries with the blocks and keeps them until its release; its backend
+            raises ValueError if `payload` is None, has read other blocks or is released. One-sided backends
+            ignore it.
         """
         ...
 

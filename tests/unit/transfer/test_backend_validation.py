@@ -121,7 +121,7 @@ async def test_a_backend_that_loses_the_entries_of_trial_reads_is_not_used() -> 
         reader = c.backends["two"][1]
         start = reader.start_read_generations
 
-        def lose(read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+        def lose(read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
             start(read_id, source, payload)
             reader._reads.end(read_id, ReadState.LOST)
 

@@ -195,7 +195,7 @@ class FakeBackend(TrackedReads):
         self._fabric.probes += 1
         self._start(read_id, self._copy(read_id, source, None))
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         self._start(read_id, self._copy_generations(read_id, source))
 
     async def aclose(self) -> None:

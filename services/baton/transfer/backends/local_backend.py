@@ -78,7 +78,7 @@ class LocalBackend(OneSidedBackend[Blocks, HostMemory]):
     def transport_to(self, peer: KvMemory) -> str:
         return TRANSPORT if peer.agent_name in self._peers else ""
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         peer = self._begin(read_id, source)
         if peer is None:
             return

@@ -26,7 +26,7 @@ class SeveralBackends:
     """
 
     def __init__(self, backends: Sequence[TransferBackend], *, not_available: Mapping[str, str] | None = None) -> None:
-        """Take over backends.
+        """Take ownership of backends.
 
         backends: at least one, with different `transfers` and equal blocks; the preferred one first
         not_available: by name, why others could not be opened; for operators
@@ -73,7 +73,7 @@ class SeveralBackends:
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         self._start(read_id, source, lambda backend: backend.start_read(read_id, source, block_ids))
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         self._start(read_id, source, lambda backend: backend.start_read_generations(read_id, source, payload))
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:

@@ -106,7 +106,7 @@ class StagedBackend:
             self._copy_to_device(read_id, tuple(block_ids)), name=f"kv-staged-{read_id}"
         )
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         self._host.start_read_generations(read_id, source, payload)
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:

@@ -38,8 +38,9 @@ class BackendChoice:
 
     A link with one backend always uses that. Of several, each is measured and validated once the link is
     connected, and the fastest one that is valid is used until it breaks. Then all are measured again, after a
-    pause if that was done not long ago; during the pause, probes try to repair the one that is used. If pulls
-    over it have failed validation, there is no such pause, and it takes part again only after one of its own.
+    pause if that was done not long ago; during the pause, probes try to repair the one that is used. A
+    backend that broke because pulls failed validation has a pause of its own, and the others are measured at
+    once.
 
     reads: of the backend that is used; None until it is chosen
     reason: the measured speeds and what was left out, for operators; empty if there was nothing to choose

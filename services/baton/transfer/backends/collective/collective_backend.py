@@ -172,7 +172,8 @@ class CollectiveBackend(TrackedReads):
         if not message.key:
             self._leave(owner)
         elif len(message.value) > MAX_VALUE_BYTES:
-            log.warning("kv_group_ended", owner=str(owner.ref), value_bytes=len(message.value))
+            problem = f"a value of {len(message.value)} bytes was published; must be at most {MAX_VALUE_BYTES}"
+            log.warning("kv_group_ended", owner=str(owner.ref), problem=problem)
             owner.send(GroupMessage(group=owner.number, key=""))
             self._leave(owner)
         elif owner.store is not None:
@@ -199,7 +200,7 @@ class CollectiveBackend(TrackedReads):
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         self._start(read_id, source, None)
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
         if payload is None or self._sources.get(payload) != source:
             raise ValueError(f"payload is {payload}; must be a read of the same blocks that is not released")

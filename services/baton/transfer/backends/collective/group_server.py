@@ -63,7 +63,8 @@ class GroupServer:
         if not message.key:
             self._leave()
         elif len(message.value) > MAX_VALUE_BYTES:
-            log.warning("kv_group_ended", reader=str(self._reader), value_bytes=len(message.value))
+            problem = f"a value of {len(message.value)} bytes was published; must be at most {MAX_VALUE_BYTES}"
+            log.warning("kv_group_ended", reader=str(self._reader), problem=problem)
             self._send(GroupMessage(group=self._number, key=""))
             self._leave()
         elif self._store is not None and message.key != JOIN_KEY:

@@ -119,7 +119,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         entry = self._peers.get(peer.agent_name)
         return entry.transport if entry is not None else ""
 
-    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None = None) -> None:
+    def start_read_generations(self, read_id: ReadId, source: KvDescriptor, payload: ReadId | None) -> None:
         peer = self._begin(read_id, source)
         if peer is not None:
             self._thread.read_generations(read_id, peer, source.memory.generation_table_address, source.block_ids)
