@@ -42,9 +42,9 @@ from baton.core.request import RequestActuals
 from baton.core.step_cost import StepCostModel
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.memory.garbage_collection import infrequent_gc
 from baton.runtime.network.in_process_network import duplex_pair
 from baton.runtime.observability.metrics import SchedulerMetrics
-from baton.runtime.process.process import infrequent_gc
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules

@@ -31,7 +31,7 @@ from baton.model.attention.paged_attention import paged_attention
 from baton.model.device.kv_tensors import KvCache, TokenSlots, uniform_layout
 from baton.model.kernels.cpu.kernel_build import OPTIONS, SOURCES, build, find_compiler
 from baton.model.kernels.cpu.kernel_library import Kernels, paged_kernel
-from baton.runtime.process.anonymous_memory import allocate_anonymous
+from baton.runtime.memory.anonymous_memory import allocate_anonymous
 from bench.support.roofline import measured
 from bench.systems.baton_cluster import machine, table
 

@@ -36,7 +36,7 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
 from baton.engine.tiers.copy_policy import DISPLACED_S, MAX_COPY_S, max_copied_blocks
 from baton.engine.tiers.kv_tier import BlockToStore
-from baton.runtime.process.process import frozen_heap
+from baton.runtime.memory.garbage_collection import frozen_heap
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from baton.worker.tiers.copy_pacing import CopyPacing

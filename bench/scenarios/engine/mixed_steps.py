@@ -36,7 +36,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan
-from baton.runtime.process.process import frozen_heap
+from baton.runtime.memory.garbage_collection import frozen_heap
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of

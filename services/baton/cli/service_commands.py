@@ -18,6 +18,7 @@ from baton.core.errors import BatonError, ConfigError
 from baton.runtime.config.config_base import Loaded
 from baton.runtime.config.settings import ClusterConfig, FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
 from baton.runtime.config.shared_settings import ProcessSettings
+from baton.runtime.memory.garbage_collection import uncollected_imports
 from baton.runtime.process.process import Stop, run
 
 P = TypeVar("P", bound=ProcessSettings)
@@ -45,8 +46,9 @@ def up(**options: Any) -> None:
             log_dir.expanduser().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _log_dir_error(log_dir, error) from error
-    from baton.fleet.preflight import check_policy
-    from baton.fleet.up import up as bring_up
+    with uncollected_imports():
+        from baton.fleet.preflight import check_policy
+        from baton.fleet.up import up as bring_up
 
     check_policy(loaded.config)
     sys.exit(run(lambda stop: bring_up(loaded.config, stop, click.echo)))
@@ -57,7 +59,8 @@ def up(**options: Any) -> None:
 def gateway(**options: Any) -> None:
     """Run a gateway, which serves the OpenAI API over HTTP and the gRPC API."""
     loaded = load_options(GatewayConfig, options)
-    from baton.gateway.gateway_main import serve
+    with uncollected_imports():
+        from baton.gateway.gateway_main import serve
 
     _serve("gateway", loaded, serve)
 
@@ -67,7 +70,8 @@ def gateway(**options: Any) -> None:
 def scheduler(**options: Any) -> None:
     """Run a scheduler, which selects the workers of each request."""
     loaded = load_options(SchedulerConfig, options)
-    from baton.scheduler.scheduler_main import serve
+    with uncollected_imports():
+        from baton.scheduler.scheduler_main import serve
 
     _serve("scheduler", loaded, serve)
 
@@ -77,7 +81,8 @@ def scheduler(**options: Any) -> None:
 def worker(**options: Any) -> None:
     """Run one worker, which loads the model and runs prefill, decode or both."""
     loaded = load_options(WorkerConfig, options)
-    from baton.worker.worker_main import serve
+    with uncollected_imports():
+        from baton.worker.worker_main import serve
 
     _serve(f"worker-{loaded.config.worker_id or os.getpid()}", loaded, serve)
 
@@ -87,7 +92,8 @@ def worker(**options: Any) -> None:
 def fleet(**options: Any) -> None:
     """Run the fleet, which starts workers as Ray actors and restarts those that fail."""
     loaded = load_options(FleetConfig, options)
-    from baton.fleet.fleet_main import serve
+    with uncollected_imports():
+        from baton.fleet.fleet_main import serve
 
     _serve("fleet", loaded, serve)
 

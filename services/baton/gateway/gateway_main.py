@@ -41,6 +41,8 @@ from baton.rpc.grpc_tls import Tls, between_services
 from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime.config.settings import GatewayConfig
 from baton.runtime.logging import get_logger
+from baton.runtime.memory.freed_memory import limit_freed_memory, trim_heap_forever
+from baton.runtime.memory.garbage_collection import collect_when_idle, frozen_heap
 from baton.runtime.network.addresses import advertised_host, join_address, listen
 from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.observability.metrics import (
@@ -55,8 +57,7 @@ from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import Account, ByteBudget
-from baton.runtime.process.freed_memory import limit_freed_memory, trim_heap_forever
-from baton.runtime.process.process import Background, Stop, collect_when_idle, frozen_heap
+from baton.runtime.process.process import Background, Stop
 from baton.runtime.process.shared_account import SharedAccount
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys

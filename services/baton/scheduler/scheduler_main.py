@@ -15,6 +15,7 @@ from baton.rpc.grpc_tls import between_services
 from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime.config.settings import SchedulerConfig
 from baton.runtime.logging import get_logger
+from baton.runtime.memory.garbage_collection import infrequent_gc
 from baton.runtime.network.addresses import advertised_host, join_address
 from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.observability.admin_http import AdminServer
@@ -22,7 +23,7 @@ from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import BudgetMetrics, ProcessMetrics, SchedulerMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
-from baton.runtime.process.process import Background, Stop, infrequent_gc
+from baton.runtime.process.process import Background, Stop
 from baton.scheduler.decisions.scheduler_spans import TracedScheduler
 from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules

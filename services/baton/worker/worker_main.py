@@ -32,6 +32,7 @@ from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime import failpoints
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
+from baton.runtime.memory.garbage_collection import frozen_heap
 from baton.runtime.network.addresses import advertised_host, join_address
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
@@ -41,7 +42,7 @@ from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import ByteBudget
 from baton.runtime.process.drain_socket import DrainSocket
-from baton.runtime.process.process import Background, Stop, frozen_heap
+from baton.runtime.process.process import Background, Stop
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryMembership
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from baton.runtime.process import freed_memory
-from baton.runtime.process.freed_memory import KEPT_BYTES, HeapSize, trim_heap_forever
+from baton.runtime.memory import freed_memory
+from baton.runtime.memory.freed_memory import KEPT_BYTES, HeapSize, trim_heap_forever
 from tests.unit.gateway.fakes import until
 
 MIB = 2**20
@@ -78,7 +78,7 @@ async def test_heap_is_trimmed_once_after_each_growth() -> None:
 
 
 TRIMMED = """
-from baton.runtime.process.freed_memory import heap_size, trim_heap
+from baton.runtime.memory.freed_memory import heap_size, trim_heap
 blocks = [bytes(4000) for _ in range(20_000)]  # too large for Python's own allocator, too small for a mapping
 keep = blocks[-1]
 grown = heap_size()
@@ -99,7 +99,7 @@ def test_trim_returns_freed_memory_to_the_system() -> None:
 
 HELD_AFTER_LARGE_PIECES = """
 import sys, threading
-from baton.runtime.process.freed_memory import limit_freed_memory, resident_bytes
+from baton.runtime.memory.freed_memory import limit_freed_memory, resident_bytes
 if sys.argv[1] == "limited":
     limit_freed_memory()
 kept = []

@@ -1,14 +1,12 @@
 import asyncio
-import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -18,15 +16,11 @@ from baton.runtime.process.process import (
     ServiceThread,
     Stop,
     StoppedNow,
-    collect_when_idle,
-    frozen_heap,
-    infrequent_gc,
     process_age_s,
     unless_stopped,
     until_stopped,
     with_parent_death_signal,
 )
-from tests.frozen_objects import unfreezing
 
 
 @contextmanager
@@ -280,60 +274,3 @@ def test_batch_scheduling_applies_to_children_but_not_to_the_compute_thread(give
     ).stdout.split()
     batch, computes = (os.SCHED_BATCH, os.SCHED_OTHER) if given == "SCHED_OTHER" else (os.SCHED_IDLE, os.SCHED_IDLE)
     assert list(map(int, output)) == [batch, computes, batch]
-
-
-@pytest.mark.parametrize("scope", [frozen_heap, infrequent_gc])
-def test_existing_objects_are_frozen_until_the_end_of_the_scope(
-    scope: Callable[[], AbstractContextManager[None]],
-) -> None:
-    threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
-    existing: list[list[int]] = [[] for _ in range(2000)]
-    with unfreezing():
-        with scope():
-            assert gc.get_freeze_count() > num_frozen + len(existing) // 2
-            assert (gc.get_threshold() == threshold) == (scope is frozen_heap)
-        assert gc.get_freeze_count() <= num_frozen
-        assert gc.get_threshold() == threshold
-
-
-class Cycle:
-    """An object that only a collection frees."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-async def test_full_collections_wait_until_the_service_is_idle() -> None:
-    threshold = gc.get_threshold()
-    answers: asyncio.Queue[bool] = asyncio.Queue()
-    asked = asyncio.Event()
-
-    def is_idle() -> bool:
-        asked.set()
-        return not answers.empty() and answers.get_nowait()
-
-    async def until_asked() -> None:
-        asked.clear()
-        await asyncio.wait_for(asked.wait(), 60)
-        await asyncio.sleep(0)
-
-    gc.set_threshold(700, 10, 0)  # a full collection is always due
-    collecting = asyncio.create_task(collect_when_idle(is_idle, check_s=0.0))
-    try:
-        await until_asked()
-        cycle = Cycle()
-        gc.collect(1)  # moves it to the oldest generation
-        garbage = weakref.ref(cycle)
-        del cycle
-        await until_asked()
-        assert garbage() is not None
-        answers.put_nowait(True)
-        await until_asked()
-        assert garbage() is None
-    finally:
-        collecting.cancel()
-        with suppress(asyncio.CancelledError):
-            await collecting
-        restored = gc.get_threshold()
-        gc.set_threshold(*threshold)
-    assert restored == (700, 10, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from baton.engine.kv_cache.sizing import free_host_bytes
-from baton.runtime.process.freed_memory import trim_heap
+from baton.runtime.memory.freed_memory import trim_heap
 
 
 def has_gpu() -> bool:

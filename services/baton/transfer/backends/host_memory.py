@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import LayoutMismatch
-from baton.runtime.process.anonymous_memory import allocate_anonymous
+from baton.runtime.memory.anonymous_memory import allocate_anonymous
 from baton.transfer.backends.prefault import prefault_in_background
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
 

@@ -20,6 +20,7 @@ from baton.engine.kv_cache.sizing import free_host_bytes
 from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
+from baton.runtime.memory.garbage_collection import uncollected_imports
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.transfer.backends.host_memory import Bytes
 from baton.worker.costs.step_cost_keeper import step_costs_key
@@ -51,7 +52,8 @@ MIN_MASK_THREADS, MAX_MASK_THREADS = 2, 8
 
 def open_real_device(config: WorkerConfig, worker: WorkerRef, say: Say) -> Device:
     """Open the CPU or GPU. See `open_device` for the errors."""
-    from baton.model.device.compute_thread import compute_thread
+    with uncollected_imports():
+        from baton.model.device.compute_thread import compute_thread
 
     num_threads = config.threads_per_worker or default_threads(
         config.workers_on_host,
@@ -71,9 +73,9 @@ def _open_in_compute_thread(
     config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecutor, num_threads: int, say: Say
 ) -> Device:
     """Build the device. Runs in `thread`, which the executor then owns."""
-    from baton.model.backends.backend_selection import choose_backend
-    from baton.model.device.device_info import device_name
-    from baton.model.torch_executor import TorchExecutor
+    with uncollected_imports():
+        from baton.model.backends.backend_selection import choose_backend
+        from baton.model.torch_executor import TorchExecutor
 
     of_draft = draft_config(config)
     gpu = find_out_about_gpu(config, of_draft, say)  # first, because other processes need memory on the GPU
@@ -118,14 +120,21 @@ def _open_in_compute_thread(
         host_tier=tier,
         disk=disk,
         blocks=StagedBlocks(layout.block_bytes, copies_to, CopyThread()),
-        costs_key=step_costs_key(
-            layout.model_fingerprint,
-            device_name(loaded.device),
-            str(loaded.dtype),
-            num_threads,
-            backend.name,
-            config.block_size_tokens,
-        ),
+        costs_key=_costs_key(loaded, layout, num_threads, backend),
+    )
+
+
+def _costs_key(loaded: "LoadedModel", layout: KvLayout, num_threads: int, backend: "Backend") -> str:
+    """Return the key under which measured step costs are kept."""
+    from baton.model.device.device_info import device_name
+
+    return step_costs_key(
+        layout.model_fingerprint,
+        device_name(loaded.device),
+        str(loaded.dtype),
+        num_threads,
+        backend.name,
+        layout.block_size_tokens,
     )
 
 

@@ -34,7 +34,7 @@ from baton.model.kernels.cpu.kernel_args import (
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
 from baton.model.kernels.layer_values import NO_HEAD_NORMS, Gate, HeadNorms, RmsNorm, Rotary
 from baton.model.sampling.best_tokens import BestTokens
-from baton.runtime.process.anonymous_memory import allocate_anonymous
+from baton.runtime.memory.anonymous_memory import allocate_anonymous
 
 
 class WeightArena:

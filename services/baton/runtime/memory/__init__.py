@@ -1,0 +1,1 @@
+"""Process memory: allocation, return of freed memory, garbage collection."""
