@@ -24,8 +24,8 @@ CAPACITY_PER_S = 25.0
 """Slightly less than two prefill workers can do: each takes 70 ms for a prompt of 60 tokens."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 60, 20
 TTFT_SLO_S, TPOT_SLO_S = 0.6, 0.05
-OVERLOAD_S = sized(5.0, 60.0)
-SETTLED_S = 5.0
+OVERLOAD_S = sized(3.0, 60.0)
+SETTLED_S = sized(3.0, 5.0)
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def goodput_per_s(requests: list[OverloadRequest], seconds: float) -> float:
 @pytest.mark.slow
 @pytest.mark.fault("F-43")
 def test_goodput_holds_and_surplus_is_rejected_immediately() -> None:
-    normal_s = 6.0
+    normal_s = sized(4.0, 6.0)
     at_capacity, overload, _, after = run(
         shape("predictive"),
         (CAPACITY_PER_S, normal_s),

@@ -27,6 +27,7 @@ def test_hits_are_near_those_of_an_ideal_cache() -> None:
     assert played("value").share_of_bound >= 0.9
 
 
+@pytest.mark.long
 def test_median_ttft_is_below_that_of_lru() -> None:
     assert played("value").median_ttft_s <= 0.7 * played("lru").median_ttft_s
 

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from random import Random
 
@@ -37,6 +38,8 @@ CALM = replace(
     disk_faults_per_s=0.0,
 )
 
+LOOKED_AT_AGAIN = (7, 240, 440)
+
 
 @pytest.fixture(autouse=True)
 def no_logs() -> Iterator[None]:
@@ -44,6 +47,12 @@ def no_logs() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+
+
+@cache
+def storm(seed: int) -> ChaosReport:
+    """Return the report of a fixed seed, for tests that look at the same one."""
+    return run_seed(seed)
 
 
 def check(report: ChaosReport) -> None:
@@ -57,13 +66,13 @@ def check(report: ChaosReport) -> None:
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in fixed_seeds()]
 )
 def test_storm_with_a_fixed_seed_breaks_no_invariant(seed: int) -> None:
-    check(run_seed(seed))
+    check(storm(seed) if seed in LOOKED_AT_AGAIN else run_seed(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "reads"), [(7, "two_sided=False"), (12, "two_sided=True")])
+@pytest.mark.parametrize(("seed", "reads"), [(7, "two_sided=False"), (440, "two_sided=True")])
 def test_one_seed_gives_the_same_transcript_twice(seed: int, reads: str) -> None:
-    first, second = run_seed(seed), run_seed(seed)
+    first, second = storm(seed), run_seed(seed)
     assert reads in first.settings
     assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
     assert first.faults["cut"] > 5
@@ -127,7 +136,7 @@ def test_fixed_seeds_draw_two_sided_reads_for_about_a_quarter() -> None:
 
 @pytest.mark.slow
 def test_storms_reload_from_hosts_and_from_disks_that_fail() -> None:
-    reports = [run_seed(seed) for seed in (16, 25)]
+    reports = [storm(seed) for seed in (240, 440)]
     reloaded = sum((report.num_reloaded for report in reports), start=Counter())
     assert reloaded["host"] > 10 < reloaded["disk"]
     assert all(report.num_audited_in_tiers > 0 for report in reports)
