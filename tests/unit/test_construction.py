@@ -1,6 +1,7 @@
 """Objects are built in dependency order: no component gets a dependency after its construction."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,8 @@ FOREIGN = {
 }
 """Attributes of other libraries, and of `enum`, that look private but are the only way to set a value."""
 
+PRIVATE_OF_OTHERS = re.compile(r"(?<!\bself)(?<!\bcls)\._[a-z]")
+
 
 def attribute_stores(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield every attribute that is assigned in `tree`. Counters that are only incremented are left out."""
@@ -59,6 +62,8 @@ def assignments_to_components(source: str) -> list[str]:
 
 def assignments_to_private_attributes(source: str) -> list[str]:
     """Return the assigned private attributes of objects other than self and cls."""
+    if not PRIVATE_OF_OTHERS.search(source):
+        return []
     return [
         ast.unparse(store)
         for store in attribute_stores(ast.parse(source))

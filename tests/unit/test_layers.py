@@ -168,6 +168,17 @@ def clocks_and_random_numbers(modules: dict[str, ast.Module]) -> list[str]:
     return found
 
 
+SAFETY_OPTIONS = ("weights_only", "allow_pickle", "trust_remote_code")
+UNSAFE_CALLS = ("eval", "exec", "__import__", "get_serialized_descs", "deserialize_descs", "find_class", "load")
+
+
+def last_name(function: ast.expr) -> str:
+    """Return the last name of a called expression, "" if it has none."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 def unsafe_loading(modules: dict[str, ast.Module]) -> list[str]:
     """Return calls and imports by which data could be executed: pickle and its kind, `eval`, `exec`, unsafe
     loaders."""
@@ -176,8 +187,8 @@ def unsafe_loading(modules: dict[str, ast.Module]) -> list[str]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
-            called = ast.unparse(node.func)
-            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            options = {each.arg: ast.unparse(each.value) for each in node.keywords if each.arg in SAFETY_OPTIONS}
+            called = ast.unparse(node.func) if options or last_name(node.func) in UNSAFE_CALLS else ""
             is_unsafe = (
                 (called in ("eval", "exec", "__import__") and module not in CODE_GENERATORS)
                 or called.endswith((".get_serialized_descs", ".deserialize_descs", ".find_class"))

@@ -50,7 +50,7 @@ def users_of(names: set[str], folder: str) -> set[str]:
     return {
         str(path.relative_to(SERVICES))
         for path in sorted((SERVICES / folder).rglob("*.py"))
-        if names & names_in(path.read_text())
+        if any(name in (source := path.read_text()) for name in names) and names & names_in(source)
     }
 
 

@@ -151,7 +151,7 @@ async def test_exported_prefix_is_reused_after_a_clear_and_an_import(tmp_path: P
         assert "the file is damaged: the checksum of KV block" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_tenants_export_from_disks_with_tls_and_keys(tmp_path: Path) -> None:
     """The devices are so small that other prompts evict the exported one. A disk still has it."""
     prompt, path = "def f(x):\n    return x + 1\n\n\n" * 16 + "import os", tmp_path / "prefix.kv"

@@ -73,6 +73,7 @@ async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker:
         assert not any(response.timeline.cached_tokens_by_tier.get("disk", 0) for response in before)
 
 
+@pytest.mark.long
 async def test_a_restarted_cluster_hits_as_much_as_before(tmp_path: Path, checker: ExactnessChecker) -> None:
     """All processes are new. Both roles find their prompts on their disks."""
     settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}

@@ -15,7 +15,8 @@ BETWEEN_SERVICES = {
 
 def test_every_failure_in_the_source_has_a_code_that_the_errors_page_lists() -> None:
     (root,) = baton.__path__
-    pairs = {pair for path in Path(root).rglob("*.py") for pair in _pairs(ast.parse(path.read_text()))}
+    sources = (path.read_text() for path in Path(root).rglob("*.py"))
+    pairs = {pair for source in sources if "Reason." in source for pair in _pairs(ast.parse(source))}
 
     assert len(pairs) > 20
     assert {(reason, code) for reason, code in pairs if code not in reason.codes} == BETWEEN_SERVICES

@@ -60,7 +60,7 @@ def test_text_without_a_place_to_cut_is_refused(unit: str) -> None:
         list(CUTTER.pieces(text + unit))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_text_is_cut_early_if_there_is_no_later_place() -> None:
     words, rest = "a " * 3000, "a" * 32_000
     assert "".join(pieces := list(CUTTER.pieces(words + rest))) == words + rest

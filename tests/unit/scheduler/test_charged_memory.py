@@ -21,13 +21,14 @@ from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.open_placements import OpenPlacement
 from baton.scheduler.state.session_table import session_of_query
 from tests.builders import query
+from tests.scale import sized
 from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued
 
 pytestmark = pytest.mark.slow
 
 NUM_DECISIONS = 60
 FORGET_S = 1e9
-each_size = pytest.mark.parametrize("num_workers", [2, 16, 128])
+each_size = pytest.mark.parametrize("num_workers", sized([2, 32], [2, 16, 128]))
 each_policy = pytest.mark.parametrize("policy", ["kv_centric", "least_loaded"])
 
 

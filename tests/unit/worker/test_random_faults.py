@@ -17,12 +17,12 @@ from baton.sim.sim_network import Delays
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.sim.virtual_time import run
 from tests import builders
-from tests.scale import IS_LONG
+from tests.scale import sized
 from tests.unit.worker.harness import Gateway, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
 from tests.unit.worker.prefix_trio import BLOCK_BYTES
 
-SEEDS = 400 if IS_LONG else 25
+SEEDS = sized(16, 400)
 REQUESTS = 24
 FAULTS_S = 1.5
 STUCK_S = 5.0
@@ -199,5 +199,5 @@ def test_run_is_reproducible_from_its_seed(host_kv_memory: int, two_sided: bool)
 
 
 def test_faults_are_injected() -> None:
-    reasons = {reason for seed in range(25) for _, _, reasons in play(seed) for reason in reasons}
+    reasons = {reason for seed in range(SEEDS) for _, _, reasons in play(seed) for reason in reasons}
     assert reasons >= {Reason.CANCELLED, Reason.SUPERSEDED, Reason.DEADLINE, Reason.LEASE_LOST, Reason.TRANSFER_TIMEOUT}
