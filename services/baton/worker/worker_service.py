@@ -28,6 +28,7 @@ from baton.runtime.process.byte_budget import Account
 from baton.runtime.process.shared_account import SharedAccount
 from baton.worker.background_tasks import BackgroundTasks, FirstFailure
 from baton.worker.costs.draft_speedup import RecentDraftSpeedup
+from baton.worker.costs.evicted_kv import EvictedKv
 from baton.worker.costs.prefill_share import RecentPrefillShare
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.jobs.job_table import JobTable
@@ -90,6 +91,7 @@ class Worker:
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
         self.kv = self._build_tiers()
+        self._evicted_kv = EvictedKv(parts.pool, parts.tiers)
         self.prefix_copies = PrefixCopies(
             engine=self.engine,
             tiers=parts.tiers,
@@ -287,6 +289,7 @@ class Worker:
             tokens_per_step=self._draft_speedup.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
+            evicted_reuse=self._evicted_kv.reused_share,
             tiers=self.kv.reports(),
             reloads=self.kv.reload_counts,
         )

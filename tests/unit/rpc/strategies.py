@@ -50,6 +50,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "ttft_target_factor": SECONDS,
     "tpot_target_factor": SECONDS,
     "recent_prefill_share": st.floats(0, 1),
+    "evicted_reuse": st.floats(0, 1),
 }
 """Strategies for fields whose valid values are narrower than their type."""
 WIDE = {

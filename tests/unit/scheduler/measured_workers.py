@@ -90,6 +90,7 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
         costs=random.choice([COSTS] * 12 + [None]),
         mean_output_tokens=random.choice([0.0, 50.0, 400.0]),
         recent_prefill_share=random.choice([0.0, 0.0, 0.4, 1.0]),
+        evicted_reuse=random.choice([0.0, 0.0, 0.2, 1.0]),
         tokens_per_step=random.choice([0.0, 0.0, 1.0, 1.8, 99.0]),
     )
     return WorkerView(

@@ -227,6 +227,39 @@ def test_recent_prefill_share_slows_decode(policy: str) -> None:
     assert "recent_prefill_share" not in terms["d1"]
 
 
+# what is evicted for a prompt
+
+
+def hybrid(name: str, *, seqs: int, evicted_reuse: float) -> WorkerView:
+    links = tuple(fast_link(peer) for peer in ("h0", "h1") if peer != name)
+    report = measured(name, "hybrid", evicted_reuse=evicted_reuse, links=links, **decoding(seqs, 100))
+    return WorkerView(report=report)
+
+
+@pytest.mark.parametrize(("evicted_reuse", "decode"), [(0.0, "h1"), (0.2, "h0")])
+def test_a_session_stays_where_its_kv_is_while_caches_are_full(evicted_reuse: float, decode: str) -> None:
+    """The other worker is less busy, and would pull the KV in no time."""
+    h0, h1 = (hybrid(name, seqs=seqs, evicted_reuse=evicted_reuse) for name, seqs in (("h0", 6), ("h1", 4)))
+    assert ids(chosen(seen(h0, h1, h0=LONG // 16)))[1] == decode
+
+
+def test_charge_for_evicted_kv_is_shown_and_is_no_part_of_the_prediction() -> None:
+    full, other = measured("p0", "prefill", evicted_reuse=0.25), measured("p1", "prefill", evicted_reuse=0.0)
+    got = chosen(seen(full, other, busy()))
+    terms = {c.worker.worker_id: c.terms for c in got.candidates if c.side == "prefill" and c.terms}
+    assert ids(got)[0] == "p1"
+    assert terms["p0"]["displaced_s"] == pytest.approx(0.25 * terms["p0"]["prefill_s"])
+    assert terms["p0"]["cost_s"] - terms["p0"]["displaced_s"] == pytest.approx(terms["p1"]["cost_s"])
+    assert "displaced_s" not in terms["p1"]
+    alone = chosen(seen(full, busy()))
+    assert predicted(alone).ttft_s == pytest.approx(predicted(got).ttft_s)
+
+
+def test_other_policies_charge_nothing_for_evicted_kv() -> None:
+    full, other = measured("p0", "prefill", evicted_reuse=1.0), measured("p1", "prefill")
+    assert ids(chosen(seen(full, other, busy()), policy="prefix_aware"))[0] == "p0"
+
+
 # the decode worker prefills
 
 

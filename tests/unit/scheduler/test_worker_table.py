@@ -44,6 +44,7 @@ VIEW = WorkerView(
         tpot_target_factor=2.5,
         mean_output_tokens=123.0,
         recent_prefill_share=0.3,
+        evicted_reuse=0.15,
         tokens_per_step=1.7,
         links=(fast_link("w0", bytes_per_s=5e8, exposed_s=0.003),),
         tiers=(
@@ -74,6 +75,7 @@ REPORTED: dict[str, float] = {
     "max_num_seqs": 64,
     "mean_output_tokens": 123.0,
     "recent_prefill_share": 0.3,
+    "evicted_reuse": 0.15,
     "tokens_per_step": 1.7,
     "ttft_factor": 8.0,
     "tpot_factor": 2.5,

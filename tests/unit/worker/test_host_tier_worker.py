@@ -369,3 +369,19 @@ async def test_a_copy_that_never_ends_does_not_keep_the_worker_from_stopping() -
         began_s = asyncio.get_running_loop().time()
         await simulated.kill("p")
         assert asyncio.get_running_loop().time() - began_s < 2 * MAX_STOP_S
+
+
+@pytest.mark.parametrize(("host_kv_memory", "least", "most"), [(0, 0.3, 1.0), (4 * MIB, 0.0, 0.0)])
+@virtual
+async def test_report_says_how_much_evicted_kv_is_computed_again(
+    host_kv_memory: int, least: float, most: float
+) -> None:
+    """Three prompts in turn need more blocks than the device has. What the host tier has is not lost."""
+    async with cluster() as simulated:
+        host = await start(simulated, host_kv_memory=host_kv_memory)
+        assert host.node.worker.report(1, ()).evicted_reuse == 0.0
+        for prompt in (0, 1, 2) * 4:
+            await host.answer(prompt)
+            await asyncio.sleep(1)
+        assert least <= host.node.worker.report(2, ()).evicted_reuse <= most
+        await simulated.until_clean()

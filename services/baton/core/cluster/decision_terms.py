@@ -48,6 +48,9 @@ TERMS = {
         "exposed KV", "time that the KV transfer to the decode worker takes after prefill has ended", is_detail=True
     ),
     "redundant_s": Term("redundant", "charge for computing what another worker has cached", is_detail=True),
+    "displaced_s": Term(
+        "displaced", "charge for the KV that the worker evicts for this prompt and others ask for", is_detail=True
+    ),
     "margin_s": Term("margin", "advantage that a decode worker must have to compute the prompt itself", is_detail=True),
     "ttft_target_s": Term(
         "TTFT target", "TTFT SLO, or the target that is derived from this worker's costs; less the wait so far"

@@ -152,6 +152,7 @@ class WorkerReport:
         not known.
     ttft_target_factor, tpot_target_factor: factors of the targets of requests without an SLO
         (`core.step_targets`); 0 if not known.
+    evicted_reuse: evicted blocks that are computed again, per block that the worker stores; 0 if not known.
     tiers, reloads: its slower tiers, and the reloads from them.
     """
 
@@ -185,6 +186,7 @@ class WorkerReport:
     ttft_target_factor: float = 0.0
     tpot_target_factor: float = 0.0
     announce_every: int = 1
+    evicted_reuse: float = 0.0
     tiers: tuple[TierReport, ...] = ()
     reloads: ReloadCounts = field(default_factory=ReloadCounts)
 

@@ -223,7 +223,7 @@ class BlockPool(PoolContents):
         is_in_use = self.is_readable(block_id) and (self._refs[block_id] or self._pins[block_id])
         if self._contents.has_content(block_id) or block_hash == NO_HASH or not is_in_use:
             raise ValueError(f"hash {block_hash.hex()} cannot be set: block {block_id} has a hash or is not in use")
-        self._publish(block_id, table_hash(block_hash, self._contents.table_of(block_id)))
+        self._publish(block_id, table_hash(block_hash, self._contents.table_of(block_id)), is_computed=True)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Withdraw blocks whose content may be wrong. No other sequence may use them.
@@ -321,7 +321,7 @@ class BlockPool(PoolContents):
         """
         self._fills.received(block_id)
         if block_hash != NO_HASH:
-            self._publish(block_id, block_hash)
+            self._publish(block_id, block_hash, is_computed=False)
         else:
             self._eviction_queue.unmark_replica(block_id)  # another request will not find it
         self._release(block_id)

@@ -39,7 +39,12 @@ class PoolContents:
         self._copies = CopySources()
         self._owners: list[ContentOwner | None] = [None] * num_blocks
         self._positions = [0] * num_blocks
+        self._on_stored: list[Callable[[BlockHash, bool], None]] = []
         self._on_forgotten: list[Callable[[BlockHash], None]] = []
+
+    def on_stored(self, callback: Callable[[BlockHash, bool], None]) -> None:
+        """Call `callback` with the hash of content that no block had, and with True if it was computed."""
+        self._on_stored.append(callback)
 
     def on_forgotten(self, callback: Callable[[BlockHash], None]) -> None:
         """Call `callback` with the hash of content that no block has any more."""
@@ -132,9 +137,13 @@ class PoolContents:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _publish(self, block_id: int, block_hash: BlockHash) -> None:
+    def _publish(self, block_id: int, block_hash: BlockHash, *, is_computed: bool) -> None:
         self._generation_table.set_hash(block_id, block_hash)
+        is_new = bool(self._on_stored) and self._contents.find(block_hash) is None
         self._contents.add(block_id, block_hash)
+        if is_new:
+            for callback in self._on_stored:
+                callback(block_hash, is_computed)
 
     def _set_use(self, block_id: int, owner: ContentOwner, position: int) -> None:
         self._owners[block_id] = owner.owner_with(self._owners[block_id])

@@ -160,6 +160,7 @@ _REPORT = MessageMapping(
         "ttft_target_factor": _AMOUNT,
         "tpot_target_factor": _AMOUNT,
         "recent_prefill_share": checked(c.share),
+        "evicted_reuse": checked(c.share),
     },
 )
 

@@ -55,8 +55,11 @@ def ttft_left_s(query: PlacementQuery) -> float | None:
 # Decode side
 
 
-def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
-    """Predict the seconds per output token: TPOT plus capacity wait and KV pull, spread over the answer."""
+def decode_terms(inputs: PlacementInputs, displaced_s: Floats | None = None) -> DecodeTerms:
+    """Predict the seconds per output token: TPOT plus capacity wait and KV pull, spread over the answer.
+
+    displaced_s: a charge of each worker, spread, too; None: there is none
+    """
     w, prompt = inputs.workers, inputs.prompt
     computed_s = inputs.first.queue_s + inputs.own_prefill_s
     candidates = inputs.prefill if any_worker(inputs.prefill) else inputs.decode
@@ -67,10 +70,13 @@ def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
     read_s = missing_blocks * prompt.block_bytes * w.reported.default_link_s_per_byte
     pull_s = np.where(missing_blocks > 0, read_s + w.reported.default_link_exposed_s, 0.0)
     wait_s = capacity_wait_s(w, prompt, step_s)
-    cost_s = step_s + (wait_s + pull_s) / expected_output_tokens(w, prompt)
+    if displaced_s is None:
+        displaced_s = np.zeros(len(w.views))
+    cost_s = step_s + (wait_s + pull_s + displaced_s) / expected_output_tokens(w, prompt)
     slo_s = inputs.query.slo.tpot_s
     target_s = tpot_target_s(w, prompt) if slo_s is None else np.full(len(w.views), slo_s)
-    return DecodeTerms(step_s, wait_s, pull_s, np.where(inputs.decode, cost_s, inf), horizon_s, fastest, target_s)
+    cost_s = np.where(inputs.decode, cost_s, inf)
+    return DecodeTerms(step_s, wait_s, pull_s, displaced_s, cost_s, horizon_s, fastest, target_s)
 
 
 def cheapest_decode(inputs: PlacementInputs, terms: DecodeTerms) -> int:
@@ -91,6 +97,7 @@ def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
         transfer_s=np.zeros(size),
         target_s=inputs.first.target_s,
         redundant_s=np.zeros(size),
+        displaced_s=np.zeros(size),
         cost_s=inputs.own_prefill_s,
         source=np.full(size, NO_SOURCE),
         cached_tokens=inputs.prompt.overlap_tokens.copy(),
@@ -103,8 +110,8 @@ def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
 
 def rank(terms: PrefillTerms, candidates: Mask) -> None:
     """Sum the terms into `cost_s`; infinite for all but the candidates."""
-    seconds = terms.queue_s + terms.reload_s + terms.pull_s + terms.prefill_s + terms.transfer_s + terms.redundant_s
-    terms.cost_s = np.where(candidates, seconds, inf)
+    seconds = terms.queue_s + terms.reload_s + terms.pull_s + terms.prefill_s + terms.transfer_s
+    terms.cost_s = np.where(candidates, seconds + terms.redundant_s + terms.displaced_s, inf)
 
 
 def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) -> Floats:
@@ -190,7 +197,7 @@ def add_local_prefill(terms: PrefillTerms, decode: int, local: LocalPrefill) -> 
     terms.queue_s[decode], terms.reload_s[decode] = local.first.queue_s, local.reload_s
     terms.pull_fixed_s[decode], terms.dial_s[decode] = local.pull_fixed_s, local.dial_s
     terms.source[decode], terms.cached_tokens[decode] = local.source, local.cached_tokens
-    terms.redundant_s[decode] = local.redundant_s
+    terms.redundant_s[decode], terms.displaced_s[decode] = local.redundant_s, 0.0
     terms.local_margin_s = local.margin_s
     seconds = local.first.queue_s + local.reload_s + local.pull_s + local.prefill_s
     terms.cost_s[decode] = seconds + local.margin_s + local.redundant_s

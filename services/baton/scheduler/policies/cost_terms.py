@@ -25,6 +25,7 @@ class DecodeTerms:
     tpot_s: predicted TPOT once the prompt is computed.
     wait_s: time until the worker has capacity for the request; 0 if it has.
     pull_s: time to pull the KV that the worker lacks.
+    displaced_s: charge for what the worker evicts for it.
     cost_s: what is minimised; infinite for workers that are no candidates.
     horizon_s: predicted time until the prompt is computed, by the fastest prefill worker.
     fastest_prefill: position of that worker.
@@ -34,6 +35,7 @@ class DecodeTerms:
     tpot_s: Floats
     wait_s: Floats
     pull_s: Floats
+    displaced_s: Floats
     cost_s: Floats
     horizon_s: float
     fastest_prefill: int
@@ -49,6 +51,8 @@ class PrefillTerms:
     pull_fixed_s, dial_s: the parts of it that do not depend on its bytes, the second for connecting the pair.
     transfer_s: KV transfer that goes on after the prompt is computed.
     redundant_s: charge for computing what another candidate has cached.
+    displaced_s: charge for what the worker evicts for the prompt; 0 at the chosen decode worker, which evicts
+        as much anyway.
     cost_s: what is minimised; infinite for workers that are no candidates.
     source: position of the worker whose prefix is pulled, or NO_SOURCE.
     holders: positions of the workers that were considered as sources.
@@ -61,6 +65,7 @@ class PrefillTerms:
     prefill_s: Floats
     transfer_s: Floats
     redundant_s: Floats
+    displaced_s: Floats
     cost_s: Floats
     source: npt.NDArray[np.intp]
     cached_tokens: Floats
@@ -117,6 +122,8 @@ def _decode_candidate(w: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int
         "overlap_blocks": prompt.overlap_blocks[i],
         "tpot_target_s": terms.target_s[i],
     }
+    if terms.displaced_s[i] > 0:
+        values["displaced_s"] = terms.displaced_s[i]
     prefill_share = w.reported.recent_prefill_share.item(i)
     if prefill_share > 0:
         values["recent_prefill_share"] = round(prefill_share, 3)
@@ -137,6 +144,8 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
         "overlap_blocks": prompt.overlap_blocks[i],
         "ttft_target_s": terms.target_s[i],
     }
+    if terms.displaced_s[i] > 0:
+        values["displaced_s"] = terms.displaced_s[i]
     if i == decode and terms.local_margin_s > 0:
         values["margin_s"] = terms.local_margin_s
     if prompt.reloaded_blocks[i] > 0:

@@ -26,6 +26,7 @@ from baton.scheduler.policies.candidate_costs import (
     transfer_terms_s,
 )
 from baton.scheduler.policies.cost_terms import PrefillTerms
+from baton.scheduler.policies.displaced_kv import displaced_terms_s
 from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, readers_of, sources_of
 from baton.scheduler.policies.placement_inputs import PlacementInputs, placement_inputs
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
@@ -52,6 +53,7 @@ def kv_centric(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyC
         and the wait for capacity spread over the answer.
     Prefill worker: the least predicted queue + pull of a cached prefix + prefill of the rest + exposed KV
         transfer.
+    Both are charged for the KV that they evict for the prompt.
 
     The decode worker is a candidate to prefill, too, in the share of its steps that its sequences can spare.
     Ties break by id.
@@ -59,22 +61,22 @@ def kv_centric(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyC
     inputs = placement_inputs(query, cluster, context)
     if not isinstance(inputs, PlacementInputs):
         return inputs
-    terms = own_prefix_terms(inputs)
+    terms, displaced_s = own_prefix_terms(inputs), displaced_terms_s(inputs)
     if needs_no_decode(query):
         terms.holders = _prefix_holders(inputs, None)
         _use_pulled_prefixes(inputs, terms, inputs.prefill)
-        terms.redundant_s = _redundant_s(inputs.prompt, inputs.prefill, terms)
+        terms.redundant_s, terms.displaced_s = _redundant_s(inputs.prompt, inputs.prefill, terms), displaced_s
         rank(terms, inputs.prefill)
         return prefill_only_choice(inputs, terms)
 
-    by_decode = decode_terms(inputs)
+    by_decode = decode_terms(inputs, displaced_s)
     decode = cheapest_decode(inputs, by_decode)
     prefills = readable_mask(inputs.workers, inputs.prefill, decode)
     has_prefills = any_worker(prefills)
 
     terms.holders = _prefix_holders(inputs, decode)
     _use_pulled_prefixes(inputs, terms, prefills)
-    terms.redundant_s = _redundant_s(inputs.prompt, prefills, terms)
+    terms.redundant_s, terms.displaced_s = _redundant_s(inputs.prompt, prefills, terms), displaced_s.copy()
     terms.transfer_s = transfer_terms_s(inputs, terms, decode)
     rank(terms, prefills)
 

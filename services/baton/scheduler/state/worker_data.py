@@ -48,6 +48,7 @@ class ReportedState(Generic[N]):
     max_num_seqs: N
     mean_output_tokens: N
     recent_prefill_share: N  # share of the time of decoding steps that went to prompts; at most `MAX_PREFILL_SHARE`
+    evicted_reuse: N  # evicted blocks that are computed again, per block that is stored
     tokens_per_step: N  # tokens of a decoding sequence in the time of a step without drafts; at least 1
     ttft_factor: N  # factor of the TTFT targets of requests without an SLO (`core.step_targets`)
     tpot_factor: N

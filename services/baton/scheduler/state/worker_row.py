@@ -26,8 +26,7 @@ _TINY_S = 1e-9
 def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> ReportedState[float]:
     """Return the numbers of a worker's report. Its step costs are 0 if it reported none that are usable."""
     report = view.report
-    role, layout = report.role, report.layout
-    is_ready = report.state is WorkerState.READY
+    role, layout, is_ready = report.role, report.layout, report.state is WorkerState.READY
     total_blocks = view.longest_sequence_blocks(report.blocks.total)
     max_tokens = total_blocks * layout.block_size_tokens if is_ready else 0
     decoding_seqs = report.running_seqs if role.can_decode else 0
@@ -50,6 +49,7 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         max_num_seqs=report.max_num_seqs,
         mean_output_tokens=report.mean_output_tokens if has_mean else DEFAULT_OUTPUT_TOKENS,
         recent_prefill_share=min(report.recent_prefill_share, MAX_PREFILL_SHARE),
+        evicted_reuse=min(max(0.0, report.evicted_reuse), 1.0),
         tokens_per_step=min(max(1.0, report.tokens_per_step), MAX_TOKENS_PER_STEP),
         ttft_factor=report.target_factors.ttft,
         tpot_factor=report.target_factors.tpot,

@@ -263,7 +263,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., pull_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dial_s: _Optional[float] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "recent_prefill_share", "target_step_s", "ttft_target_factor", "tpot_target_factor", "announce_every", "tokens_per_step", "tiers", "reloads")
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "recent_prefill_share", "target_step_s", "ttft_target_factor", "tpot_target_factor", "announce_every", "tokens_per_step", "tiers", "reloads", "evicted_reuse")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +296,7 @@ class WorkerReport(_message.Message):
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     RELOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_REUSE_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     report_seq: int
     role: WorkerRole
@@ -328,7 +329,8 @@ class WorkerReport(_message.Message):
     tokens_per_step: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierReport]
     reloads: ReloadCounts
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ..., target_step_s: _Optional[float] = ..., ttft_target_factor: _Optional[float] = ..., tpot_target_factor: _Optional[float] = ..., announce_every: _Optional[int] = ..., tokens_per_step: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., reloads: _Optional[_Union[ReloadCounts, _Mapping]] = ...) -> None: ...
+    evicted_reuse: float
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ..., target_step_s: _Optional[float] = ..., ttft_target_factor: _Optional[float] = ..., tpot_target_factor: _Optional[float] = ..., announce_every: _Optional[int] = ..., tokens_per_step: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., reloads: _Optional[_Union[ReloadCounts, _Mapping]] = ..., evicted_reuse: _Optional[float] = ...) -> None: ...
 
 class ReloadCounts(_message.Message):
     __slots__ = ("complete", "incomplete", "late")
