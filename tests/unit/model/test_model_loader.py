@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -75,6 +76,14 @@ def test_load_dtype(tiny_dir: Path, dtype: str) -> None:
     loaded = load_model(tiny_dir, dtype=dtype, device="cpu")
     assert loaded.dtype == getattr(torch, dtype)
     assert loaded.layout(16).groups[0].components[0].dtype == dtype
+
+
+def test_a_model_that_overflows_in_float16_is_loaded_in_bfloat16(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**TINY, head_dim=16, dtype=torch.float16)
+    init_model(config, tmp_path / "model")
+    assert load_model(tmp_path / "model", device="cpu").dtype == torch.bfloat16
+    with pytest.raises(ModelError, match="gemma3_text exceeds the range of float16; use --dtype bfloat16"):
+        load_model(tmp_path / "model", dtype="float16", device="cpu")
 
 
 def test_max_model_len_above_the_models_own_is_refused(tiny_dir: Path) -> None:

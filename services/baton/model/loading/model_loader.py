@@ -28,7 +28,7 @@ from baton.model.loading.model_fingerprint import (
     tensor_sizes,
     weight_version,
 )
-from baton.model.loading.model_support import causal_lm_class, kv_heads
+from baton.model.loading.model_support import OVERFLOWS_FLOAT16, causal_lm_class, kv_heads
 from baton.model.loading.skeleton import build_skeleton
 from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
 
@@ -101,7 +101,7 @@ def load_model(
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
-    dtype: `auto` uses the checkpoint's own, or bfloat16 if its weights are quantised.
+    dtype: `auto` uses the checkpoint's own, or bfloat16 if weights are quantised or float16 overflows.
     kv_dtype: see `kv_components`. device: `auto` uses CUDA if there is a GPU.
     weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
     max_model_len: at most the model's own; None uses that. free_bytes: that a device can still allocate.
@@ -252,14 +252,22 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 
 def _load_dtype(configs: tuple[PreTrainedConfig, PreTrainedConfig], dtype: str) -> torch.dtype:
-    """Return the dtype to load. `configs`: of the whole model, then of its text part."""
+    """Return the dtype to load. `configs`: of the whole model, then of its text part.
+
+    Raises ModelError for float16 if the model overflows in it; `auto` then loads bfloat16.
+    """
+    overflows = configs[1].model_type in OVERFLOWS_FLOAT16
     if dtype != "auto":
+        if overflows and DTYPES[dtype] is torch.float16:
+            raise ModelError(
+                f"{configs[1].model_type} exceeds the range of float16; use --dtype bfloat16 or --dtype float32"
+            )
         return DTYPES[dtype]
     for config in configs:
         own = getattr(config, "dtype", None)
         own = getattr(torch, own, None) if isinstance(own, str) else own
         if own in DTYPE_NAMES:
-            return own
+            return torch.bfloat16 if overflows and own is torch.float16 else own
     return torch.float32 if getattr(configs[1], "quantization_config", None) is None else torch.bfloat16
 
 

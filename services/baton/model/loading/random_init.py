@@ -16,6 +16,7 @@ from baton.core.errors import ModelError
 from baton.model.loading.model_shapes import shape_config
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
+from baton.model.loading.skeleton import new_model
 
 SHARD_BYTES = 2 << 30
 ROUTER_LOGIT_STD = 2.0
@@ -47,8 +48,8 @@ def init_model(
 ) -> None:
     """Write random weights of `config` in its dtype (float32 if it has none), with the demo's tokenizer.
 
-    The same seed writes the same files. Raises ModelError if `out` is not empty, OSError if it cannot be
-    written.
+    The same seed writes the same files. Raises ModelError if `out` is not empty or the configuration cannot
+    be served, OSError if a file cannot be written.
     """
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty: give --out a new directory")
@@ -57,8 +58,7 @@ def init_model(
     config.architectures = [model_class.__name__]
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, ends[0], None
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    with torch.device("meta"):
-        model = model_class(config)
+    model = new_model(model_class, config)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     out.mkdir(parents=True, exist_ok=True)

@@ -77,13 +77,28 @@ class AssignedWeights:
     unused: list[str] = field(default_factory=list)
 
 
+def new_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model whose parameters and buffers take no memory.
+
+    Raises ModelError if the model's own code does not accept the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    except Exception as error:  # each model's code fails in its own way
+        raise ModelError(
+            f"transformers cannot build {model_class.__name__} from this configuration: {type(error).__name__}: {error}"
+        ) from error
+
+
 def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model whose parameters take no memory. Its computed buffers, such as frequencies, are real.
 
     dtype: of everything for which the model's own code names no other.
+    Raises ModelError if the model's own code does not accept the configuration.
     """
-    with torch.device("meta"), local_torch_dtype(dtype, model_class.__name__):
-        model = model_class(config)
+    with local_torch_dtype(dtype, model_class.__name__):
+        model = new_model(model_class, config)
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, last = name.rpartition(".")
         value = torch.empty_like(buffer, device="cpu")
