@@ -75,19 +75,26 @@ def _is_excused(answer: SimAnswer, answers: Iterable[SimAnswer], settings: Storm
 
 
 def _queues_were_full(at_s: float, answers: Iterable[SimAnswer], settings: StormSettings, report: ChaosReport) -> bool:
-    """True if the samples wanted at a time may fill the queues of all decode workers that ran then.
+    """True if the requests wanted at a time may fill the queues of all workers of a side that ran then.
 
     Many requests arrive at once when a paused gateway resumes.
     """
     config = settings.config
-    down = {
+    wanted = [each.request for each in answers if each.request.start_s <= at_s <= each.ended_s]
+    stopped = {
         each.process
         for each in (*report.deaths, *report.pauses)
-        if each.process.startswith(("decode-", "hybrid-")) and each.overlap_s(at_s - config.detection_s, at_s) > 0.0
+        if each.overlap_s(at_s - config.detection_s, at_s) > 0.0
     }
-    num_samples = sum(each.request.num_samples for each in answers if each.request.start_s <= at_s <= each.ended_s)
-    num_workers = config.decode + config.hybrid - len(down)
-    return num_samples >= FULL_QUEUES * config.max_queued_jobs * num_workers
+
+    def are_full(num_jobs: int, num_workers: int, *roles: str) -> bool:
+        num_running = num_workers - sum(name.startswith(roles) for name in stopped)
+        return num_workers > 0 and num_jobs >= FULL_QUEUES * config.max_queued_jobs * num_running
+
+    num_samples = sum(request.num_samples for request in wanted)
+    return are_full(len(wanted), config.prefill + config.hybrid, "prefill-", "hybrid-") or are_full(
+        num_samples, config.decode + config.hybrid, "decode-", "hybrid-"
+    )
 
 
 def _gateway_was_down(answer: SimAnswer, settings: StormSettings, report: ChaosReport) -> bool:
