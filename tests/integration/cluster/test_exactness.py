@@ -43,7 +43,7 @@ def check(checker: ExactnessChecker, responses: list[Response]) -> Exactness:
 async def test_disaggregated_answers_over_nixl_are_exact(
     disaggregated: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
-    requests = random_requests(Random(1), sized(24, 300), max_prompt=sized(700, 3000), vocab_size=DEMO_VOCAB)
+    requests = random_requests(Random(1), sized(24, 150), max_prompt=sized(700, 3000), vocab_size=DEMO_VOCAB)
     responses = await send_all(disaggregated, requests)
     await disaggregated.check_clean()
     await auditor.audit(disaggregated)

@@ -29,7 +29,7 @@ from tests.scale import sized
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 Streams: TypeAlias = Sequence[asyncio.Task[Response]]
-ROUNDS = sized(1, 4)
+ROUNDS = sized(1, 2)
 STREAMS = 4
 ALL = ("p0", "p1", "d0", "d1")
 BACK_S = 60.0

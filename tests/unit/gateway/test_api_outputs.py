@@ -151,7 +151,7 @@ FINISHES = st.sampled_from((FinishReason.STOP, FinishReason.LENGTH, FinishReason
 CASE = {"items": ITEMS, "size": st.integers(1, 9), "group": st.integers(1, 4), "finish": FINISHES}
 
 
-@settings(max_examples=sized(60, 3000), deadline=None)
+@settings(max_examples=sized(60, 1000), deadline=None)
 @given(**CASE)
 def test_response_events_join_to_the_whole_response(
     items: list[Item], size: int, group: int, finish: FinishReason
@@ -209,7 +209,7 @@ def joined_items(events: Sequence[dict[str, Any]]) -> list[Any]:
     return items
 
 
-@settings(max_examples=sized(60, 3000), deadline=None)
+@settings(max_examples=sized(60, 1000), deadline=None)
 @given(**CASE)
 def test_message_events_join_to_the_whole_message(
     items: list[Item], size: int, group: int, finish: FinishReason

@@ -31,7 +31,7 @@ ENCODERS = {name: encoder_of(rust) for name, rust in RUST.items()}
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@settings(max_examples=sized(100, 20_000), deadline=None)
+@settings(max_examples=sized(100, 6_000), deadline=None)
 @given(text=TEXTS, special=st.booleans())
 def test_ids_equal_those_of_the_library(name: str, text: str, special: bool) -> None:
     assert ENCODERS[name].library == "fastokens"

@@ -34,7 +34,7 @@ TEXTS = st.lists(st.sampled_from([*SNIPPETS, *OTHERS, *MARKS]) | st.text(max_siz
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@settings(max_examples=sized(100, 5000), deadline=None)
+@settings(max_examples=sized(100, 2000), deadline=None)
 @given(text=TEXTS, piece_chars=st.sampled_from([2, 8, 30]))
 def test_pieces_have_the_ids_of_the_whole_text(name: str, text: str, piece_chars: int) -> None:
     pieces = list(CUTTER.pieces(text, piece_chars, 10**6))

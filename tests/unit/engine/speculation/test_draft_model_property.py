@@ -11,7 +11,7 @@ from tests.unit.engine.speculation.fake_draft_model import EagerRounds, draft_mo
 from tests.unit.engine.speculation.reference_drafter import SHARE_OF_RIGHT
 from tests.unit.engine.test_engine_property import EOS, World
 
-NUM_WORLDS = sized(5, 60)
+NUM_WORLDS = sized(5, 40)
 """For each kind of draft model. A world has about 80 steps."""
 
 
@@ -71,7 +71,7 @@ def test_answers_and_blocks_are_right_whatever_the_model_drafts(kind: str) -> No
     assert all(happened[what] for what in seen), happened
     share = happened["accepted"] / happened["drafts"]
     assert {"right": share > 0.6, "wrong": share < 0.02, "random": 0.1 < share < 0.7}[kind], share
-    assert happened["steps"] >= sized(120, 2_500)
+    assert happened["steps"] >= sized(120, 1_600)
 
 
 def test_sampling_of_the_draft_model_has_no_rules() -> None:

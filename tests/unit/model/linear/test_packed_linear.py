@@ -20,8 +20,8 @@ N = 133
 """Outputs: two panels, and five of a third."""
 ROW_COUNTS = (*range(1, 14), 97)
 """Every number of rows of a pass, and more rows than a block has."""
-FLOAT_INPUTS = sized((258, 1088), (2, 258, 514, 1088, 2306))
-GROUPS_OF_INPUTS = sized((384, 512), (128, 384, 512, 640, 1024))
+FLOAT_INPUTS = sized((258, 1088), (2, 258, 1088, 2306))
+GROUPS_OF_INPUTS = sized((384, 512), (128, 384, 640, 1024))
 """Numbers of inputs for coded weights.
 
 128, 384 and 640 fill no whole number of slices of 256; with 384 a slice has two supers.
