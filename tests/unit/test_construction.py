@@ -38,7 +38,7 @@ FOREIGN = {
 }
 """Attributes of other libraries, and of `enum`, that look private but are the only way to set a value."""
 
-PRIVATE_OF_OTHERS = re.compile(r"(?<!\bself)(?<!\bcls)\._[a-z]")
+PRIVATE_OF_OTHERS = re.compile(r"(\.self|\.cls|(?<!\bself)(?<!\bcls))\._")
 
 
 def attribute_stores(tree: ast.AST) -> Iterator[ast.Attribute]:
@@ -88,6 +88,7 @@ def test_check_finds_private_attributes_that_are_assigned_from_outside() -> None
     source = """
 run._history = history.copy()
 run._paused_s: float = 1.0
+run._Cache = 1
 (other._rest, self._rest) = values
 self.run._written_with = layout
 run.history = history
@@ -95,7 +96,7 @@ cls._cache = {}
 _history = history
 """
     found = assignments_to_private_attributes(source)
-    assert sorted(found) == ["other._rest", "run._history", "run._paused_s", "self.run._written_with"]
+    assert sorted(found) == ["other._rest", "run._Cache", "run._history", "run._paused_s", "self.run._written_with"]
 
 
 def test_no_component_attribute_is_assigned_from_outside() -> None:

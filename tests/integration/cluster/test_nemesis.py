@@ -63,8 +63,8 @@ async def test_random_faults_with_other_transports(transfer: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("F-51")
-async def test_random_faults_for_five_minutes() -> None:
-    await run(300.0, seed=10)
+async def test_random_faults_for_ten_minutes() -> None:
+    await run(600.0, seed=10)
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from transformers import (
     BertConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -78,11 +79,14 @@ def test_load_dtype(tiny_dir: Path, dtype: str) -> None:
     assert loaded.layout(16).groups[0].components[0].dtype == dtype
 
 
-def test_a_model_that_overflows_in_float16_is_loaded_in_bfloat16(tmp_path: Path) -> None:
-    config = Gemma3TextConfig(**TINY, head_dim=16, dtype=torch.float16)
+@pytest.mark.parametrize("config_class", [Gemma3TextConfig, Glm4Config])
+def test_a_model_that_overflows_in_float16_is_loaded_in_bfloat16(
+    config_class: type[PreTrainedConfig], tmp_path: Path
+) -> None:
+    config = config_class(**{"pad_token_id": None, **TINY}, head_dim=16, dtype=torch.float16)
     init_model(config, tmp_path / "model")
     assert load_model(tmp_path / "model", device="cpu").dtype == torch.bfloat16
-    with pytest.raises(ModelError, match="gemma3_text exceeds the range of float16; use --dtype bfloat16"):
+    with pytest.raises(ModelError, match="exceeds the range of float16; use --dtype bfloat16"):
         load_model(tmp_path / "model", dtype="float16", device="cpu")
 
 

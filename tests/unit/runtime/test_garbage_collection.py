@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from types import ModuleType
 
 import pytest
 
@@ -18,7 +20,7 @@ from tests.frozen_objects import unfreezing
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_imports_are_not_collected_but_frozen(enabled: bool) -> None:
+def test_imports_are_not_collected_but_frozen(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     num_frozen = gc.get_freeze_count()
     with unfreezing():
         if not enabled:
@@ -27,10 +29,19 @@ def test_imports_are_not_collected_but_frozen(enabled: bool) -> None:
             with uncollected_imports():
                 assert not gc.isenabled()
                 imported: list[list[int]] = [[] for _ in range(2000)]
+                monkeypatch.setitem(sys.modules, "imported_for_this_test", ModuleType("imported_for_this_test"))
             assert gc.isenabled() == enabled
             assert gc.get_freeze_count() >= num_frozen + len(imported)
         finally:
             gc.enable()
+
+
+def test_nothing_is_frozen_if_all_modules_were_known() -> None:
+    with unfreezing():
+        num_frozen = gc.get_freeze_count()
+        with uncollected_imports():
+            existing: list[list[int]] = [[] for _ in range(2000)]
+        assert gc.get_freeze_count() < num_frozen + len(existing) // 2
 
 
 def test_a_failed_import_enables_collections_again() -> None:

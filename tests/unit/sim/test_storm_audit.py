@@ -44,10 +44,13 @@ def test_refusal_is_excused_by_admission_control_only() -> None:
         check(answer("ttft_slo"), *[answer()] * 9)
 
 
-@pytest.mark.parametrize(("down", "num_needed"), [((), 64), (("decode-0",), 32)])
+@pytest.mark.parametrize(
+    ("down", "num_needed"),
+    [((), 64), (("decode-0",), 32), (("decode-0", "decode-1"), 32), (("prefill-0",), 32)],
+)
 def test_full_queue_is_excused_by_as_many_requests_at_that_time(down: tuple[str, ...], num_needed: int) -> None:
     drawn = settings()
-    config = replace(drawn.config, decode=2, hybrid=0, max_queued_jobs=64)
+    config = replace(drawn.config, prefill=2, decode=2, hybrid=0, max_queued_jobs=64)
     report = ChaosReport(seed=0, pauses=[Downtime(process=name, start_s=0.0) for name in down])
     refused, earlier = answer("queue_full"), replace(answer(), ended_s=11.0)
     answers = [refused, *[answer()] * (num_needed - 1), earlier]

@@ -49,7 +49,7 @@ TERMS = {
     ),
     "redundant_s": Term("redundant", "charge for computing what another worker has cached", is_detail=True),
     "displaced_s": Term(
-        "displaced", "charge for the KV that the worker evicts for this prompt and others ask for", is_detail=True
+        "displaced", "charge for evicted KV that later requests are expected to compute again", is_detail=True
     ),
     "margin_s": Term("margin", "advantage that a decode worker must have to compute the prompt itself", is_detail=True),
     "ttft_target_s": Term(

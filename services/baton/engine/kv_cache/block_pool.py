@@ -143,7 +143,7 @@ class BlockPool(PoolContents):
         for block_id in chosen:
             self._eviction_queue.take(block_id)
             if self._contents.has_content(block_id):
-                self._forget_content(block_id)
+                self._evict_content(block_id)
             self._generation_table.begin_generation(block_id)
             self._refs[block_id] = 1
         if (num_tables := self.windows.num_tables) > 1:
@@ -284,7 +284,7 @@ class BlockPool(PoolContents):
         evicted = self._eviction_queue.oldest_replicas(max_blocks)
         for block_id in evicted:
             self._eviction_queue.take(block_id)
-            self._forget_content(block_id)
+            self._evict_content(block_id)
             self._eviction_queue.put(block_id, None)
         return len(evicted)
 
@@ -408,6 +408,11 @@ class BlockPool(PoolContents):
         self.fence.add(block_id)
         if has_content:
             self._copies.became_idle(block_id)
+
+    def _evict_content(self, block_id: int) -> None:
+        block_hash = self._contents.hash_of(block_id)
+        self._forget_content(block_id)
+        self._notify_evicted(block_hash)
 
     def _forget_content(self, block_id: int) -> None:
         """Remove the block's hash. The content is evicted if no other block has it."""

@@ -40,11 +40,17 @@ class PoolContents:
         self._owners: list[ContentOwner | None] = [None] * num_blocks
         self._positions = [0] * num_blocks
         self._on_stored: list[Callable[[BlockHash, bool], None]] = []
+        self._on_evicted: list[Callable[[BlockHash], None]] = []
         self._on_forgotten: list[Callable[[BlockHash], None]] = []
 
     def on_stored(self, callback: Callable[[BlockHash, bool], None]) -> None:
         """Call `callback` with the hash of content that no block had, and with True if it was computed."""
         self._on_stored.append(callback)
+
+    def on_evicted(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that the pool had no room for. What is withdrawn is not
+        evicted."""
+        self._on_evicted.append(callback)
 
     def on_forgotten(self, callback: Callable[[BlockHash], None]) -> None:
         """Call `callback` with the hash of content that no block has any more."""
@@ -144,6 +150,11 @@ class PoolContents:
         if is_new:
             for callback in self._on_stored:
                 callback(block_hash, is_computed)
+
+    def _notify_evicted(self, block_hash: BlockHash) -> None:
+        if self._on_evicted and self._contents.find(block_hash) is None:
+            for callback in self._on_evicted:
+                callback(block_hash)
 
     def _set_use(self, block_id: int, owner: ContentOwner, position: int) -> None:
         self._owners[block_id] = owner.owner_with(self._owners[block_id])

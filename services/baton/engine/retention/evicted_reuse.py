@@ -13,13 +13,15 @@ COUNTED_TURNOVERS = 4
 
 
 class EvictedReuse:
-    """Evicted blocks that are computed again, per block that is stored.
+    """Counts evicted blocks that are computed again, per block that is stored.
 
-    This is the cost of one more stored block, in blocks to compute. It takes a place until the worker has
-    stored as many others as it holds. With this place the worker would have kept one block that it has
-    evicted. As many evicted blocks are remembered as the worker holds, so each of them would have been that
-    block for the time of one stored block: the blocks that are computed again, divided by those that are
-    stored, are the share of these places that would have saved a computation.
+    This share is what one more stored block costs, in blocks to compute. A worker that holds C blocks keeps a
+    new one until it has stored C others. Meanwhile it computes R of the last C evicted blocks again. With one
+    more place it would have kept one of them, and would have saved R / C computations. That is the number of
+    blocks computed again, divided by the number of stored ones, if C evicted blocks are remembered.
+
+    A worker sees only what it computes itself. What another worker computes after this one has evicted it is
+    not counted, and neither is KV that is received again, so the share is rather too low.
 
     Source: ghost lists, as in Megiddo and Modha, "ARC", FAST '03; spatial sampling, as in Waldspurger et al.,
     "SHARDS", FAST '15, section 3.

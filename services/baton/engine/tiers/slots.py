@@ -44,6 +44,7 @@ class TierSlots:
         self._announced: dict[BlockHash, None] = {}
         self._changes: dict[BlockHash, KvEventKind] = {}
         self._on_change: list[Callable[[BlockHash], None]] = []
+        self._on_evicted: list[Callable[[BlockHash], None]] = []
 
     def order_by(self, order: EvictionOrder) -> None:
         """Evict content in this order from now on. Raises ValueError if there is some."""
@@ -54,6 +55,10 @@ class TierSlots:
     def on_change(self, callback: Callable[[BlockHash], None]) -> None:
         """Call `callback` with the hash of content that can be loaded now, or that is gone."""
         self._on_change.append(callback)
+
+    def on_evicted(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that made room for other content."""
+        self._on_evicted.append(callback)
 
     def copy_changed(self, block_hash: BlockHash) -> None:
         """Record that the device has content now, or has it no more."""
@@ -154,7 +159,7 @@ class TierSlots:
                 break
             self._take(slot)
             if slot in self._content:
-                self._forget(slot)
+                self._evict(slot)
             self._generation_table.begin_generation(slot)
             self._filling[slot] = chosen[slot] = block
             self._by_hash[block.block_hash] = slot
@@ -289,6 +294,12 @@ class TierSlots:
             self._free[slot] = None
         else:
             self._idle.put(slot, content.use._replace(is_reused=content.is_reused))
+
+    def _evict(self, slot: int) -> None:
+        block_hash = self._content[slot].block_hash
+        self._forget(slot)
+        for callback in self._on_evicted:
+            callback(block_hash)
 
     def _forget(self, slot: int) -> None:
         content = self._content.pop(slot)

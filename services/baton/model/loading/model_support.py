@@ -19,8 +19,8 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 Those of `dynamic` and `longrope` change with the longest position in the batch.
 """
-OVERFLOWS_FLOAT16 = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"})
-"""Model types whose activations exceed the range of float16. Source: vLLM's list of such models."""
+OVERFLOWS_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})
+"""Model types whose activations exceed the range of float16. Source: vLLM's list of them."""
 LONGROPE = "longrope"
 """RoPE type that can be served up to the length from which on its frequencies change."""
 

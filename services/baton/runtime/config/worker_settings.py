@@ -41,8 +41,8 @@ class ComputeSettings(Config):
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
-        help="data type of weights and KV; auto uses the checkpoint's, or bfloat16 if its weights are quantised. "
-        "Quantised weights stay so",
+        help="data type of weights and KV; auto uses the checkpoint's, or bfloat16 if its weights are quantised "
+        "or if the model overflows in float16. Quantised weights stay so",
     )
     weights: Literal["auto", "int8", "int4"] = setting(
         "auto",

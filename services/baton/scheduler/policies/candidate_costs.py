@@ -58,7 +58,7 @@ def ttft_left_s(query: PlacementQuery) -> float | None:
 def decode_terms(inputs: PlacementInputs, displaced_s: Floats | None = None) -> DecodeTerms:
     """Predict the seconds per output token: TPOT plus capacity wait and KV pull, spread over the answer.
 
-    displaced_s: a charge of each worker, spread, too; None: there is none
+    displaced_s: charge of each worker for what it evicts, spread like the other two; None: no charge
     """
     w, prompt = inputs.workers, inputs.prompt
     computed_s = inputs.first.queue_s + inputs.own_prefill_s

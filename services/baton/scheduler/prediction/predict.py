@@ -126,8 +126,8 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
     """
     num_tokens, derived, reported = query.num_prompt_tokens, w.derived, w.reported
     compute_s = prefill_compute_s(w, num_tokens, cached_tokens)
-    unloaded_s = compute_s + _num_chunks(w, num_tokens - cached_tokens) * reported.base_step_s
-    full_s = prefill_compute_s(w, num_tokens, 0.0) + _num_chunks(w, num_tokens) * reported.base_step_s
+    unloaded_s = unloaded_prefill_s(w, num_tokens, cached_tokens)
+    full_s = unloaded_prefill_s(w, num_tokens, 0.0)
     slo_s, waited_s = (None, 0.0) if query.num_output_tokens else (query.slo.ttft_s, query.waited_s)
     target_s = full_s * reported.ttft_factor if slo_s is None else full_s * 0.0 + slo_s
     share = prefill_share(
@@ -208,6 +208,12 @@ def _in_steps_s(w: WorkerData[N], num_tokens: N | float, compute_s: N, share: N)
 
 def _num_chunks(w: WorkerData[N], num_tokens: N | float) -> N:
     return ceil(num_tokens / w.reported.max_chunk_tokens)
+
+
+def unloaded_prefill_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:
+    """Predict the time to compute a prompt on a worker that does nothing else."""
+    base_s = _num_chunks(w, num_tokens - cached_tokens) * w.reported.base_step_s
+    return prefill_compute_s(w, num_tokens, cached_tokens) + base_s
 
 
 def prefill_compute_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:

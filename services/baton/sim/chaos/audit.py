@@ -88,7 +88,7 @@ def _queues_were_full(at_s: float, answers: Iterable[SimAnswer], settings: Storm
     }
 
     def are_full(num_jobs: int, num_workers: int, *roles: str) -> bool:
-        num_running = num_workers - sum(name.startswith(roles) for name in stopped)
+        num_running = max(1, num_workers - sum(name.startswith(roles) for name in stopped))
         return num_workers > 0 and num_jobs >= FULL_QUEUES * config.max_queued_jobs * num_running
 
     num_samples = sum(request.num_samples for request in wanted)

@@ -10,16 +10,19 @@ from baton.worker.tiers.host_tier import HostTier
 
 
 class EvictedKv:
-    """Measures how much evicted KV is computed again. Content that a slower tier still has is not evicted."""
+    """Measures how much evicted KV is computed again.
+
+    What another tier still has is not counted as evicted, and what was withdrawn neither.
+    """
 
     def __init__(self, pool: BlockPool, tiers: Sequence[HostTier | DiskTier]) -> None:
         """Follow an empty pool, and the tiers below it."""
         self._pool, self._tiers = pool, tiers
         self._reuse = EvictedReuse(pool.num_blocks + sum(tier.counts().total for tier in tiers))
         pool.on_stored(self._stored)
-        pool.on_forgotten(self._changed)
+        pool.on_evicted(self._evicted)
         for tier in tiers:
-            tier.slots.on_change(self._changed)
+            tier.slots.on_evicted(self._evicted)
 
     @property
     def reused_share(self) -> float:
@@ -30,7 +33,7 @@ class EvictedKv:
         if not self._is_in_a_slower_tier(block_hash):
             self._reuse.stored(block_hash, is_computed=is_computed)
 
-    def _changed(self, block_hash: BlockHash) -> None:
+    def _evicted(self, block_hash: BlockHash) -> None:
         if self._pool.find(block_hash) is None and not self._is_in_a_slower_tier(block_hash):
             self._reuse.evicted(block_hash)
 
