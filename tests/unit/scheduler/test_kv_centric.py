@@ -236,7 +236,7 @@ def hybrid(name: str, *, seqs: int, evicted_reuse: float) -> WorkerView:
     return WorkerView(report=report)
 
 
-@pytest.mark.parametrize(("evicted_reuse", "decode"), [(0.0, "h1"), (0.2, "h0")])
+@pytest.mark.parametrize(("evicted_reuse", "decode"), [(0.0, "h1"), (0.5, "h0")])
 def test_a_session_stays_where_its_kv_is_while_caches_are_full(evicted_reuse: float, decode: str) -> None:
     """The other worker is less busy, and would pull the KV in no time."""
     h0, h1 = (hybrid(name, seqs=seqs, evicted_reuse=evicted_reuse) for name, seqs in (("h0", 6), ("h1", 4)))
