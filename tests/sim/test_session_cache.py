@@ -32,6 +32,13 @@ def test_median_ttft_is_below_that_of_lru() -> None:
     assert played("value").median_ttft_s <= 0.7 * played("lru").median_ttft_s
 
 
+@pytest.mark.long
+def test_sessions_stay_with_their_worker_while_caches_are_full() -> None:
+    """The bound is that of one cache of the size of both. Without a charge for evicted KV, hits are 66 %."""
+    two = setup(seconds=300.0, workers=2, ratio=1.5, seed=1)
+    assert figures(two, play(two.plan, two.tiers, "value", seed=1)).share_of_bound >= 0.73
+
+
 @pytest.mark.parametrize("eviction", ["value", "lru"])
 def test_retained_prefix_survives_a_flood_that_gets_no_more_than_the_budget(eviction: Eviction) -> None:
     """All one-off prompts ask for retention, too, and come before the session's next turn."""

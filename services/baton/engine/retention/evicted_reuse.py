@@ -5,7 +5,7 @@ from collections import OrderedDict
 from baton.core.kv.block_hash import BlockHash
 
 MAX_REMEMBERED = 8_192
-"""Hashes of evicted blocks to remember. A worker with more blocks samples them by their hash."""
+"""Hashes of evicted blocks to remember, which take 1.5 MB. A worker with more blocks samples them by hash."""
 MIN_STORED = 64
 """Sampled blocks to be stored before the share is known."""
 COUNTED_TURNOVERS = 4
@@ -28,7 +28,10 @@ class EvictedReuse:
     """
 
     def __init__(self, num_blocks: int, max_remembered: int = MAX_REMEMBERED) -> None:
-        """num_blocks: that the worker holds in all tiers."""
+        """num_blocks: places for blocks in all tiers.
+
+        If several tiers hold the same content, the worker holds fewer blocks, and the share is too high.
+        """
         self._sampled_one_in = max(1, -(-num_blocks // max_remembered))
         self._max_evicted = max(1, num_blocks // self._sampled_one_in)
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()

@@ -12,11 +12,11 @@ MAX_POSTPONED = 100
 
 @contextlib.contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Import modules without garbage collections, and exclude what exists then from later ones.
+    """Import modules without garbage collections, then exclude all existing objects from later ones.
 
-    Modules stay, so collections find little. They take a fifth of the time in which torch and transformers
-    are imported. The effect is process-wide. Garbage in cycles that exists at the end stays until
-    `frozen_heap` ends, so nothing is excluded if no module was new.
+    Collections during the import of torch and transformers take a fifth of its time and find little, because
+    modules stay. The effect is process-wide. Unreachable cycles that exist at the end are kept until
+    `frozen_heap` ends. If no module was new, no object is excluded.
     """
     enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -49,7 +49,7 @@ def reported_state(view: WorkerView, kv_group: int, link: ExpectedLink) -> Repor
         max_num_seqs=report.max_num_seqs,
         mean_output_tokens=report.mean_output_tokens if has_mean else DEFAULT_OUTPUT_TOKENS,
         recent_prefill_share=min(report.recent_prefill_share, MAX_PREFILL_SHARE),
-        evicted_reuse=min(max(0.0, report.evicted_reuse), 1.0),
+        evicted_reuse=report.evicted_reuse,
         tokens_per_step=min(max(1.0, report.tokens_per_step), MAX_TOKENS_PER_STEP),
         ttft_factor=report.target_factors.ttft,
         tpot_factor=report.target_factors.tpot,

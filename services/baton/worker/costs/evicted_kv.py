@@ -12,7 +12,7 @@ from baton.worker.tiers.host_tier import HostTier
 class EvictedKv:
     """Measures how much evicted KV is computed again.
 
-    What another tier still has is not counted as evicted, and what was withdrawn neither.
+    Content is evicted when the last tier that has it needs its place. Withdrawn content is not evicted.
     """
 
     def __init__(self, pool: BlockPool, tiers: Sequence[HostTier | DiskTier]) -> None:
