@@ -213,7 +213,7 @@ def test_schemas_of_all_kinds_are_written() -> None:
 @pytest.mark.parametrize("leaf", [{"type": "object"}, {"type": "string"}])
 @pytest.mark.parametrize("family", ["qwen3_coder", "gemma4"])
 def test_cost_of_unions_that_multiply_is_bounded(family: str, leaf: dict[str, Any]) -> None:
-    """It takes up to 0.2 s of CPU; without bounds it is minutes."""
+    """It takes up to 0.2 s of CPU, or twice that on a shared machine; without bounds it is minutes."""
     tools = FORMATS[family].tools
     assert tools is not None
     fans = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 8} for n in range(20)}
@@ -230,7 +230,7 @@ def test_cost_of_unions_that_multiply_is_bounded(family: str, leaf: dict[str, An
                 grammar_of(tools).required([tool], parallel=True)
         many = [CallableTool(name=f"f{n}", parameters={"type": "object", **schemas[0]}) for n in range(128)]
         grammar_of(tools).required(many, parallel=True)
-    assert cpu.spent_s < 0.3
+    assert cpu.spent_s < 1.0
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32", "gemma4"])

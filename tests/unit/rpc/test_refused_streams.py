@@ -78,3 +78,31 @@ async def test_end_with_unread_messages_and_a_failed_write_ends_the_call() -> No
     finally:
         await network.aclose()
         await server.stop(0)
+
+
+async def test_service_that_does_not_return_is_cancelled_though_the_call_is_cancelled_first() -> None:
+    """The server already waits for the return of the service when the client cancels the call."""
+    has_closed = asyncio.Event()
+
+    async def close_and_stay(stream: Duplex[Any, Any]) -> None:
+        await stream.aclose()
+        has_closed.set()
+        await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    worker = StubWorker(session=close_and_stay)
+    server = GrpcServer(heartbeat_s=LONG_LIMIT_S, limits=StreamLimits(close_s=1.0))
+    server.add_worker(worker)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    network = GrpcNetwork(
+        heartbeat_s=LONG_LIMIT_S, dial_s=LONG_LIMIT_S, call_s=LONG_LIMIT_S, limits=StreamLimits(close_s=0.0)
+    )
+    try:
+        session = await network.open_session(address)
+        await has_closed.wait()
+        await session.aclose()
+        await eventually(lambda: worker.ended == 1)
+    finally:
+        await network.aclose()
+        await server.stop(0)
+    await eventually(lambda: asyncio.all_tasks() <= before)

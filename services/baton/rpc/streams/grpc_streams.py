@@ -56,7 +56,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._call = call
         self._codec = codec
         self._limits = limits
-        self._address = address
+        self.address = address
         self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received, limits.max_received_bytes)
         self._outbox: deque[tuple[Message, int]] = deque()
         self._outbox_bytes = 0
@@ -125,10 +125,10 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
     def _break_failed(self, error: Exception) -> None:
         """Break the stream because reading or writing raised `error`."""
         if isinstance(error, grpc.aio.AioRpcError):
-            broken = grpc_status.stream_error(error, self._address)
+            broken = grpc_status.stream_error(error, self.address)
             self._break(str(broken), broken.failure)
         else:
-            self._break(f"{self._address}: {error or type(error).__name__}")
+            self._break(f"{self.address}: {error or type(error).__name__}")
 
     @abstractmethod
     def _hang_up(self) -> None:
@@ -152,7 +152,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         except OverBudget as error:
             self._cut(error)
         except (Refused, DecodeError) as invalid:
-            log.warning("message_refused", peer=self._address, error=str(invalid))
+            log.warning("message_refused", peer=self.address, error=str(invalid))
             failure = invalid.failure if isinstance(invalid, Refused) else grpc_status.malformed_message(invalid)
             self._break(failure.message, failure)
         except asyncio.CancelledError:  # grpc also raises it if the call was cancelled
@@ -369,15 +369,22 @@ async def serve(
         raise
     finally:
         hung_up.cancel()
-        await asyncio.wait((work,), timeout=limits.close_s)
-        if not work.done():
-            log.warning("stream_service_cancelled", peer=context.peer(), waited_s=limits.close_s)
-            work.cancel()
-            await asyncio.wait((work,))
-        failure = _failure(work) or stream.refusal
-        await stream.stop()
+        # grpc may cancel this coroutine at any time, also here
+        failure = await asyncio.shield(loop.create_task(_end(stream, work, limits.close_s)))
     if failure is not None:
         await grpc_status.abort(context, failure)
+
+
+async def _end(stream: ServerDuplex[Any, Any], work: asyncio.Task[None], close_s: float) -> Failure | None:
+    """Wait up to `close_s` until the service has returned, stop the stream, and return why it failed."""
+    await asyncio.wait((work,), timeout=close_s)
+    if not work.done():
+        log.warning("stream_service_cancelled", peer=stream.address, waited_s=close_s)
+        work.cancel()
+        await asyncio.wait((work,))
+    failure = _failure(work) or stream.refusal
+    await stream.stop()
+    return failure
 
 
 def _failure(work: asyncio.Task[None]) -> Failure | None:
