@@ -281,10 +281,10 @@ def blocks_for(questions: Sequence[Question], spare: int) -> int:
 
 def test_demo_model_is_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
     loaded, checker = demo
-    questions = random_questions(1, loaded, sized(14, 300), longest=sized(260, 3000), max_tokens=sized(12, 40))
+    questions = random_questions(1, loaded, sized(14, 150), longest=sized(260, 3000), max_tokens=sized(12, 40))
     with worker_of(loaded, num_blocks=sized(200, 3000), chunk=sized(CHUNK, 512)) as worker:
         exactness = checker.check(worker.answer(questions))
-    assert exactness.num_tokens >= sized(50, 3000)
+    assert exactness.num_tokens >= sized(50, 1500)
 
 
 def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> None:

@@ -33,7 +33,7 @@ pytestmark = [
 
 BATCH = 500
 ROOT = Path(__file__).resolve().parents[3]
-NUM_BATCHES = sized(4, 200)
+NUM_BATCHES = sized(4, 60)
 MIN_SERVED = 0.8
 """Share of the legal requests that must be served, so that their cost is measured."""
 MAX_RESPONSE_BYTES = 32 * 2**20

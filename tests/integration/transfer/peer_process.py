@@ -89,7 +89,8 @@ class Peer:
         self.server = GrpcServer(heartbeat_s=TIMES["heartbeat_s"])
         self.texts: dict[BlockHash, tuple[str, int]] = {}
         self.reuse_contents: dict[int, tuple[str, int]] = {}
-        self.may_finish = asyncio.Event()
+        self.may_finish, self.freed = asyncio.Event(), asyncio.Event()
+        self.pool.on_freed(self.freed.set)
         self.server.add_worker(self)
 
     async def start(self) -> None:
@@ -142,13 +143,16 @@ class Peer:
     ) -> Any:
         """Compute a prompt in `chunks` steps. Its transfer keeps the blocks pinned.
 
+        It waits for blocks, as in a worker's queue: a prompt that nobody pulls has its own for some time.
+
         is_held: the last step ends only after `finish`, so that no pull of the prompt can end before
         """
         job, num_full = builders.job_id(request), num_tokens // BLOCK_TOKENS
         hashes = hashes_of(text, num_full)
         self.owner.create(job, WorkerRef(**reader))
-        block_ids = self.pool.allocate(-(-num_tokens // BLOCK_TOKENS))
-        assert block_ids is not None, self.pool.counts()
+        while (block_ids := self.pool.allocate(-(-num_tokens // BLOCK_TOKENS))) is None:
+            self.freed.clear()
+            await self.freed.wait()
         self.owner.allocated(job, block_ids, hashes)
         for chunk in range(1, chunks + 1):
             for index in range((chunk - 1) * len(block_ids) // chunks, chunk * len(block_ids) // chunks):

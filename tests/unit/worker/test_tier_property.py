@@ -526,7 +526,7 @@ class World:
 
 @pytest.mark.parametrize("has_disk", [False, True], ids=["host", "host and disk"])
 @pytest.mark.parametrize("windows", [(0,), (0, 6)], ids=["one table", "a table with a window"])
-@pytest.mark.parametrize("seed", range(sized(10, 500)))
+@pytest.mark.parametrize("seed", range(sized(10, 200)))
 @pytest.mark.parametrize("policy", ["value", "lru"])
 def test_a_block_found_by_hash_has_its_content(
     seed: int, windows: tuple[int, ...], policy: str, has_disk: bool
