@@ -34,9 +34,9 @@ def test_median_ttft_is_below_that_of_lru() -> None:
 
 @pytest.mark.long
 def test_sessions_stay_with_their_worker_while_caches_are_full() -> None:
-    """The bound is that of one cache of the size of both. Without a charge for evicted KV, hits are 66 %."""
+    """The bound is that of one cache of the size of both. Hits are 66 % without a charge for evicted KV."""
     two = setup(seconds=300.0, workers=2, ratio=1.5, seed=1)
-    assert figures(two, play(two.plan, two.tiers, "value", seed=1)).share_of_bound >= 0.73
+    assert figures(two, play(two.plan, two.tiers, "value", seed=1)).share_of_bound >= 0.8
 
 
 @pytest.mark.parametrize("eviction", ["value", "lru"])

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from baton.core.ids import DecisionId, JobId
 from baton.core.kv.block_hash import TokenIds
@@ -100,6 +101,13 @@ class Slo:
 NO_SLO = Slo()
 
 
+class SessionKey(NamedTuple):
+    """Names a client's session among those of all tenants."""
+
+    tenant: str
+    session: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionHints:
     """The expected next use of a request's KV, for its workers.
@@ -115,6 +123,11 @@ class SessionHints:
     session: str = ""
     retain_s: float | None = None
     next_in_s: float | None = None
+
+    @property
+    def key(self) -> SessionKey | None:
+        """The session; None if the client has named none."""
+        return SessionKey(self.tenant, self.session) if self.session else None
 
 
 NO_HINTS = SessionHints()

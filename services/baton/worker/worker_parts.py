@@ -7,6 +7,7 @@ from random import Random
 
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import CostStore, KvEventFeed, Membership, Network
+from baton.core.request import SessionKey
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -123,8 +124,11 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
     )
 
 
-def build_owner(parts: WorkerParts) -> OwnerService:
-    """Build the service that lets peers read this worker's KV."""
+def build_owner(parts: WorkerParts, *, on_moved: Callable[[SessionKey], None]) -> OwnerService:
+    """Build the service that lets peers read this worker's KV.
+
+    on_moved: called when the session goes on at a peer that has read its KV
+    """
     config = parts.config
     regions = parts.pool if parts.host_tier is None else WorkerRegions(parts.pool, parts.host_tier.slots)
     return OwnerService(
@@ -133,6 +137,7 @@ def build_owner(parts: WorkerParts) -> OwnerService:
         backend=parts.backend,
         pins=regions,
         lookup=regions.lookup,
+        on_moved=on_moved,
         lease_s=config.lease_s,
         claim_timeout_s=config.kv_claim_timeout_s,
         reorder_window_s=config.transfer_reorder_window_s,

@@ -16,6 +16,7 @@ from baton.core.interfaces import Duplex, Member, MemberKind
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.messages.prefix_messages import PrefixReply, PrefixRequest
+from baton.core.request import SessionKey
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
@@ -69,6 +70,8 @@ class Worker:
         self.layout = parts.executor.layout
         self._host = socket.gethostname()
         self.budget = parts.budget
+        # Where prefill and decode workers differ, both copies of a session's KV are of use for the next turn.
+        self._moves_sessions = self.role is WorkerRole.HYBRID and parts.config.kv_eviction == "value"
         self._failure = FirstFailure()
         self._notifier = ChangeNotifier()
         self.tasks = BackgroundTasks(self._failure.set)
@@ -86,7 +89,7 @@ class Worker:
             reloads_preempted=bool(parts.tiers),
         )
         self.publisher = build_publisher(parts)
-        self.owner = build_owner(parts)
+        self.owner = build_owner(parts, on_moved=self._session_moved)
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
@@ -147,6 +150,7 @@ class Worker:
             sampler_version=self.layout.sampler_version,
             block_size_tokens=self.layout.block_size_tokens,
             pull_wait_s=parts.config.pull_wait_s,
+            moves_sessions=self._moves_sessions,
             tracing=parts.tracing,
         )
 
@@ -343,6 +347,11 @@ class Worker:
     def _publish_kv_events(self) -> None:
         if self.publisher is not None:
             self.publisher.wake()
+
+    def _session_moved(self, session: SessionKey) -> None:
+        """Evict the KV of a session first, because it goes on at another worker, which has read it."""
+        if self._moves_sessions:
+            self.kv.retention.owners.moved(session)
 
     def _handle_command(self, command: WorkerCommand) -> None:
         log.info("command_received", kind=command.kind.value, peer=str(command.peer or ""))

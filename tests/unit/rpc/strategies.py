@@ -113,6 +113,8 @@ def _of(kind: Any, name: str, owner: str) -> st.SearchStrategy[Any]:
         return _dataclass(kind)  # type: ignore[arg-type]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return st.sampled_from(kind)
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple
+        return st.builds(kind, **{each: _of(of, each, kind.__name__) for each, of in get_type_hints(kind).items()})
     wide = name in WIDE and (owner, name) not in WIDE_EXCEPTIONS
     by_type: dict[Any, st.SearchStrategy[Any]] = {
         int: U64 if wide else U32,

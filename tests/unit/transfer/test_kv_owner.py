@@ -13,6 +13,7 @@ from baton.core.ids import TransferId, WorkerRef
 from baton.core.kv.block_hash import NO_HASH, BlockHash, table_hash
 from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.messages.peer_messages import (
+    RECEIVED,
     Abandon,
     FirstToken,
     Follow,
@@ -24,6 +25,7 @@ from baton.core.messages.peer_messages import (
     Renew,
     Renewed,
 )
+from baton.core.request import SessionKey
 from baton.transfer.owner import early_follows
 from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
@@ -63,12 +65,14 @@ class Rig:
         self.pins = Pins()
         self.sent: list[tuple[str, OwnerMessage]] = []
         self.cached: dict[BlockHash, int] = {}
+        self.moved: list[SessionKey] = []
         self.owner = KvOwner(
             layout=builders.layout(),
             num_blocks=64,
             pins=self.pins,
             send=lambda reader, message: self.sent.append((reader.worker_id, message)),
             lookup=self.lookup,
+            on_moved=self.moved.append,
             lease_s=LEASE_S,
             claim_timeout_s=CLAIM_TIMEOUT_S,
             reorder_window_s=REORDER_WINDOW_S,
@@ -422,6 +426,29 @@ def test_prefix_is_pinned_as_far_as_it_is_cached() -> None:
     assert r.pins.held == [20, 21, 22]
     r.owner.expire(LEASE_S)
     assert r.pins.held == []
+
+
+@pytest.mark.parametrize(
+    ("end", "has_moved"),
+    [
+        (Release(transfer_id=TransferId(1), outcome=RECEIVED), True),
+        (Release(transfer_id=TransferId(1), outcome="validation_failed"), False),
+        (Abandon(transfer_id=TransferId(1), blocks_in_doubt=1), False),
+        (None, False),
+    ],
+    ids=["received", "failed", "abandoned", "lease ended"],
+)
+def test_session_has_moved_once_its_kv_was_received(end: Release | Abandon | None, has_moved: bool) -> None:
+    r, session = Rig(), SessionKey("t", "s")
+    r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
+    r.follow(0.0, subject=HashRange(hashes=HASHES, moved=session))
+    assert r.moved == []
+    if end is None:
+        r.owner.expire(LEASE_S)
+    else:
+        r.owner.release(READER, end, 0.1)
+        r.owner.release(READER, end, 0.2)
+    assert r.moved == [session] * has_moved
 
 
 def test_late_follow_does_not_recreate_a_released_prefix() -> None:

@@ -338,6 +338,7 @@ async def pair(
     *,
     num_blocks: int = 64,
     p_blocks: int = 64,
+    roles: tuple[str, str] = ("prefill", "decode"),
     delays: Delays | None = None,
     link: LinkModel | None = None,
     tracing: Tracing = OFF,
@@ -353,8 +354,8 @@ async def pair(
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
         both = Pair(
             simulated,
-            simulated.start("p", "prefill", p_blocks, **settings),
-            simulated.start("d", "decode", num_blocks, **settings),
+            simulated.start("p", roles[0], p_blocks, **settings),
+            simulated.start("d", roles[1], num_blocks, **settings),
         )
         await both.to_p.connect()
         await both.to_d.connect()

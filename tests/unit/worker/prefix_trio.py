@@ -26,10 +26,11 @@ class Trio:
         self.pair, self.holder, self.to_holder = workers, holder, to_holder
         self.p, self.d, self.to_p, self.to_d = workers.p, workers.d, workers.to_p, workers.to_d
 
-    async def hold(self, num_tokens: int = NUM_TOKENS, *, prompt: bytes = PROMPT) -> None:
+    async def hold(self, num_tokens: int = NUM_TOKENS, *, prompt: bytes = PROMPT, **changes: Any) -> None:
         """Let the holder compute that much of the prompt of this name."""
         ids = prefill_job(NUM_TOKENS, request=prompt).token_ids[:num_tokens]
-        job = decode_job(num_tokens, request=b"earlier " + prompt, token_ids=ids, sampling=Sampling(max_tokens=1))
+        fields = {"request": b"earlier " + prompt, "token_ids": ids, "sampling": Sampling(max_tokens=1)}
+        job = decode_job(num_tokens, **(fields | changes))
         self.to_holder.send(job)
         await self.to_holder.ended(job.job)
 

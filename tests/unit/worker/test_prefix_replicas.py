@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.core.kv.block_hash import BlockHash, chain
-from baton.core.request import Sampling
+from baton.core.request import NO_HINTS, Sampling, SessionHints, SessionKey
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.transfer.reader.pull import Pull
 from baton.worker.jobs.leg import chain_root
@@ -16,6 +16,8 @@ from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, PROMPT, Trio,
 from tests.unit.worker.virtual_loop import virtual
 
 OTHER = b"prompt-1"
+HYBRID = ("hybrid", "hybrid")
+SESSION = SessionHints(session="s")
 P_BLOCKS = 80
 """Budget for exactly one whole prefix."""
 assert int(MAX_PULLED_SHARE * P_BLOCKS) == NUM_BLOCKS
@@ -24,6 +26,13 @@ assert int(MAX_PULLED_SHARE * P_BLOCKS) == NUM_BLOCKS
 def copies(node: Node) -> tuple[int, int]:
     node.pool.check()
     return node.pool.num_replicas, node.pool.num_idle_replicas
+
+
+def has_moved(node: Node) -> bool:
+    """Return True if the session goes on at another worker."""
+    owner = node.worker.kv.retention.owners.find(SessionKey("default", "s"))
+    assert owner is not None
+    return owner.has_moved
 
 
 def hashes(workers: Trio, prompt: bytes) -> list[BlockHash]:
@@ -83,6 +92,52 @@ async def test_blocks_pulled_for_a_decode_leg_are_no_replicas() -> None:
     async with trio() as workers:
         assert await pulled(workers, 0, prefix_source=None) == 0
         assert copies(workers.d) == (0, 0)
+
+
+@virtual
+async def test_kv_of_a_session_moves_to_the_hybrid_worker_where_it_goes_on() -> None:
+    """What is pulled is no replica there. What the source keeps of it is evicted before all else."""
+    async with trio(roles=HYBRID) as workers:
+        await workers.hold(hints=SESSION)
+        assert await workers.answered_locally(workers.send_local(hints=SESSION)) == NUM_BLOCKS * BLOCK
+        await workers.pair.until_clean()
+        assert copies(workers.d) == (0, 0)
+        assert has_moved(workers.holder)
+
+
+@pytest.mark.parametrize("roles", [HYBRID, ("prefill", "decode"), ("hybrid", "decode")], ids=" and ".join)
+@virtual
+async def test_session_goes_on_where_it_is_decoded(roles: tuple[str, str]) -> None:
+    async with trio(roles=roles) as workers:
+        await workers.answered(*workers.send(hints=SESSION, prefix_source=None))
+        await workers.pair.until_clean()
+        assert has_moved(workers.p) == (roles[0] == "hybrid")
+        assert not has_moved(workers.d)
+
+
+@pytest.mark.parametrize(
+    ("is_local", "hints", "settings"),
+    [
+        (True, NO_HINTS, {"roles": HYBRID}),
+        (False, SESSION, {"roles": HYBRID}),
+        (True, SESSION, {}),
+        (True, SESSION, {"roles": HYBRID, "kv_eviction": "lru"}),
+    ],
+    ids=["without a session", "decoded elsewhere", "by a decode worker", "lru"],
+)
+@virtual
+async def test_other_prefixes_stay_with_the_worker_that_holds_them(
+    is_local: bool, hints: SessionHints, settings: dict[str, Any]
+) -> None:
+    async with trio(**settings) as workers:
+        await workers.hold(hints=SESSION)
+        if is_local:
+            await workers.answered_locally(workers.send_local(hints=hints))
+        else:
+            await workers.answered(*workers.send(hints=hints))
+        await workers.pair.until_clean()
+        assert copies(workers.d if is_local else workers.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert not has_moved(workers.holder)
 
 
 @virtual

@@ -11,7 +11,7 @@ from baton.core.step_targets import DEFAULT_FACTORS, TargetFactors
 
 
 class WorkerRole(Enum):
-    """The intended use of a worker. Only the scheduler reads it: every worker can prefill and decode."""
+    """The intended use of a worker. Schedulers place by it. Every worker can prefill and decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"

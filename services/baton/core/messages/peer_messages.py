@@ -10,7 +10,7 @@ from baton.core.ids import JobId, ReadId, TransferId, WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.jobs import PROTOCOL_VERSION
-from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, TokenLogprobs
+from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, SessionKey, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,15 @@ class PeerHelloReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashRange:
-    """Requests the leading blocks of a prefix by their hashes."""
+    """Requests the leading blocks of a prefix by their hashes.
+
+    moved: the session that goes on at the reader, which therefore needs its KV at the owner no longer; None
+        if the owner's copy is still needed
+    """
 
     hashes: tuple[BlockHash, ...]
     cache_salt: bytes = b""
+    moved: SessionKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +115,16 @@ class GroupMessage:
     value: bytes = b""
 
 
+RECEIVED = "received"
+"""Outcome of a transfer whose blocks have all arrived."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Ends a transfer that the reader has finished, so that the owner unpins its blocks."""
+    """Ends a transfer that the reader has finished, so that the owner unpins its blocks.
+
+    outcome: `RECEIVED`, or the reason why it failed
+    """
 
     transfer_id: TransferId
     outcome: str

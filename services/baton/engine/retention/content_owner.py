@@ -39,6 +39,7 @@ class ContentOwner:
     next_bin: bin of the pause that its client has announced; None if it has announced none
     next_in_s: pause that the client announces with the request that runs; None if it announces none
     has_announced_turn: it does so, and its tenant's budget allows it
+    has_moved: its last request ran on another worker, which has read its content
     chain: if so, hashes of the blocks of its last request that the budget allows. tenant_root: as in that
         `SequenceRequest`.
     shared: owner of the content that it shares with others; None if that is itself
@@ -49,6 +50,7 @@ class ContentOwner:
         "clock",
         "counted_bins",
         "has_announced_turn",
+        "has_moved",
         "idle_since_s",
         "kind",
         "next_bin",
@@ -85,7 +87,7 @@ class ContentOwner:
         self.next_bin: int | None = None
         self.turns = turns
         self.next_in_s: float | None = None
-        self.has_announced_turn = False
+        self.has_announced_turn = self.has_moved = False
         self.chain: tuple[BlockHash, ...] = ()
         self.tenant_root = NO_HASH
 

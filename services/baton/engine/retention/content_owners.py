@@ -11,7 +11,7 @@ from itertools import count
 from sys import getsizeof
 
 from baton.core.kv.block_hash import BlockHash
-from baton.core.request import SessionHints
+from baton.core.request import SessionHints, SessionKey
 from baton.engine.retention.announced_turns import AnnouncedTurns
 from baton.engine.retention.content_owner import NOT_COUNTED, ContentOwner, OwnerKind
 from baton.engine.retention.return_chance import (
@@ -40,8 +40,8 @@ UNKNOWN_AGE_S = 60.0
 ANNOUNCED_WEIGHT = 8.0
 """The pause that a client has announced counts as so many of its owner's own ones, in place of these."""
 
-OwnerKey = tuple[str, str] | BlockHash
-"""Tenant and session, or the first block's hash."""
+OwnerKey = SessionKey | BlockHash
+"""A session, or the first block's hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,7 @@ class ContentOwners:
         if first_block is not None:
             shared = self._first_blocks.get(first_block, OwnerKind.SHARED, hints.tenant, self._clock)
             self._begin(shared)
-        if hints.session:
-            key = (hints.tenant, hints.session)
+        if (key := hints.key) is not None:
             owner = self._sessions.get(key, OwnerKind.FIRST_TURN, hints.tenant, self._clock)
         else:
             owner = ContentOwner(
@@ -126,6 +125,23 @@ class ContentOwners:
                     self._begin_pause(each, now_s)
         self._changed(request)
 
+    def find(self, session: SessionKey) -> ContentOwner | None:
+        """Return a session; None if it is unknown or forgotten."""
+        return self._sessions.find(session)
+
+    def moved(self, session: SessionKey) -> None:
+        """Record that another worker has read the content of a session, which goes on there.
+
+        The read was a use of the content, and the last one: the next turn finds more at the other worker.
+        Nothing changes if a request of the session runs here.
+        """
+        owner = self.find(session)
+        if owner is None or owner.num_running:
+            return
+        self._leave_pause(owner)
+        owner.idle_since_s, owner.has_moved = None, True
+        self._notify(owner)
+
     def retain_until(self, request: OwnedRequest, until_s: float) -> None:
         """Retain what a request has left until this time, if it is not retained for longer."""
         request.owner.retained_until_s = max(request.owner.retained_until_s, until_s)
@@ -135,9 +151,12 @@ class ContentOwners:
         """Return how likely an owner uses its content again, per second for which it is kept.
 
         None: the owner is unknown, as of blocks that only earlier tokens of a sequence have seen.
+        0 if the owner goes on at another worker.
         """
         if owner is None:
             return return_rate(self._counts[OwnerKind.UNNAMED].hazards(), UNKNOWN_AGE_S)
+        if owner.has_moved:
+            return 0.0
         if owner.kind is OwnerKind.UNNAMED:
             self._count_age(owner)
         own = [(index, 1.0) for index in owner.pauses]
@@ -150,11 +169,16 @@ class ContentOwners:
 
     def _begin(self, owner: ContentOwner) -> None:
         """Record that an owner's request begins. Its pause ends with that."""
+        self._leave_pause(owner)
+        owner.num_running += 1
+        owner.has_moved = False
+
+    def _leave_pause(self, owner: ContentOwner) -> None:
+        """End the pause of an owner, if it has one, and what its client has announced for the end of it."""
         if not owner.num_running and owner.idle_since_s is not None:
             self._end_pause(owner)
             if owner.kind is OwnerKind.FIRST_TURN:
                 owner.kind = OwnerKind.LATER_TURN
-        owner.num_running += 1
         owner.next_bin, owner.has_announced_turn, owner.chain = None, False, ()
         self.turns.release(owner.tenant, owner)
 
@@ -207,10 +231,13 @@ class ContentOwners:
                 self._count_later(owner)
 
     def _changed(self, request: OwnedRequest) -> None:
+        self._notify(request.owner)
+        if request.shared is not None:
+            self._notify(request.shared)
+
+    def _notify(self, owner: ContentOwner) -> None:
         for callback in self._on_change:
-            callback(request.owner)
-            if request.shared is not None:
-                callback(request.shared)
+            callback(owner)
 
 
 class _OwnerTable:
@@ -223,6 +250,10 @@ class _OwnerTable:
 
     def __len__(self) -> int:
         return len(self._owners)
+
+    def find(self, key: OwnerKey) -> ContentOwner | None:
+        """Return the owner if it is known."""
+        return self._owners.get(key)
 
     def get(self, key: OwnerKey, kind: OwnerKind, tenant: str, clock: Callable[[], float]) -> ContentOwner:
         """Return the owner, a new one if it is unknown, and forget the longest unused ones."""

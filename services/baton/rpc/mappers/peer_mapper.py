@@ -19,6 +19,7 @@ from baton.core.messages.peer_messages import (
     Renewed,
     WillRead,
 )
+from baton.core.request import SessionKey
 from baton.rpc.mappers import common_mapper as c
 from baton.rpc.mappers.kv_mapper import from_kv_layout, from_kv_memory, to_kv_layout, to_kv_memory
 from baton.wire.v1 import peer_pb2 as pb
@@ -179,6 +180,8 @@ def _to_follow(follow: Follow) -> pb.Follow:
         message.hash_range.hashes = c.to_hash_bytes(follow.subject.hashes)
         message.hash_range.cache_salt = follow.subject.cache_salt
         message.hash_range.SetInParent()
+        if follow.subject.moved is not None:
+            message.hash_range.moved.tenant, message.hash_range.moved.session = follow.subject.moved
     else:
         message.job.CopyFrom(c.to_job_id(follow.subject))
     return message
@@ -189,10 +192,7 @@ def _from_follow(message: pb.Follow) -> Follow:
         case "job":
             subject: JobId | HashRange = c.from_job_id(message.job)
         case "hash_range":
-            subject = HashRange(
-                hashes=c.from_hash_bytes(message.hash_range.hashes),
-                cache_salt=c.name(message.hash_range.cache_salt, "cache_salt"),
-            )
+            subject = _from_hash_range(message.hash_range)
         case _:
             raise invalid("a follow names neither a job nor a range of hashes")
     return Follow(
@@ -201,6 +201,17 @@ def _from_follow(message: pb.Follow) -> Follow:
         have_blocks=message.have_blocks,
         resume_from_block=message.resume_from_block,
         trace_context=c.name(message.trace_context, "trace_context"),
+    )
+
+
+def _from_hash_range(message: pb.HashRange) -> HashRange:
+    moved = None
+    if message.HasField("moved"):
+        moved = SessionKey(c.name(message.moved.tenant, "tenant"), c.name(message.moved.session, "session"))
+    return HashRange(
+        hashes=c.from_hash_bytes(message.hashes),
+        cache_salt=c.name(message.cache_salt, "cache_salt"),
+        moved=moved,
     )
 
 

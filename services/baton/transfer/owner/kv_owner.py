@@ -19,6 +19,7 @@ from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.kv.kv_tables import NO_BLOCK, entries_from, hashes_of_entries, hashes_of_prefix, num_entries
 from baton.core.messages.peer_messages import (
+    RECEIVED,
     Abandon,
     FirstToken,
     Follow,
@@ -29,7 +30,7 @@ from baton.core.messages.peer_messages import (
     Renew,
     Renewed,
 )
-from baton.core.request import LegTimeline
+from baton.core.request import LegTimeline, SessionKey
 from baton.core.state_machines import OWNED_TRANSFER_TRANSITIONS, Lifecycle
 from baton.core.state_machines import OwnedTransferState as State
 from baton.runtime.observability.tracing import OFF, Tracing
@@ -62,6 +63,7 @@ class KvOwner:
 
     `send` sends a message to a reader incarnation. A message that cannot be delivered is lost. The reader
     then repeats its Follow, and the owner sends the announcement again.
+    `on_moved` is called when a reader has read the KV of a session that goes on there.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class KvOwner:
         pins: PinPool,
         send: Callable[[WorkerRef, OwnerMessage], None],
         lookup: PrefixLookup,
+        on_moved: Callable[[SessionKey], None] = lambda _: None,
         lease_s: float,
         claim_timeout_s: float,
         reorder_window_s: float,
@@ -82,7 +85,7 @@ class KvOwner:
         self._num_blocks = num_blocks
         self._pins = pins
         self._send = send
-        self._lookup = lookup
+        self._lookup, self._on_moved = lookup, on_moved
         self._lease_s, self._claim_timeout_s = lease_s, claim_timeout_s
         self._transfers: dict[Key, OwnedTransfer] = {}
         self._early = EarlyFollows(reorder_window_s)
@@ -105,15 +108,20 @@ class KvOwner:
 
     # -- called by the worker for its jobs ---------------------------------------------------------
 
-    def create(self, job: JobId, reader: WorkerRef, now_s: float) -> None:
+    def create(self, job: JobId, reader: WorkerRef, now_s: float, *, moved: SessionKey | None = None) -> None:
         """Create the transfer of an accepted job whose KV `reader` will pull.
 
+        moved: the session that goes on at the reader; None if this worker's copy is still needed
         Does nothing if the job is known.
         """
         if job in self._transfers:
             return
         transfer = OwnedTransfer(
-            key=job, lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED), reader=reader, job=job
+            key=job,
+            lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED),
+            reader=reader,
+            job=job,
+            moved=moved,
         )
         self._transfers[job] = transfer
         self._ended.forget(job)
@@ -252,6 +260,8 @@ class KvOwner:
         else:
             self.counts.abandoned += 1
         self._end(transfer, Reason.LEASE_LOST, now_s, by_reader=True)
+        if transfer.moved is not None and isinstance(message, Release) and message.outcome == RECEIVED:
+            self._on_moved(transfer.moved)
 
     def may_read(self, reader: WorkerRef, transfer_id: TransferId, block_ids: Sequence[int]) -> bool:
         """Return True if a two-sided read of these blocks may be served.
@@ -330,6 +340,7 @@ class KvOwner:
             num_ready=len(found),
             num_computed_tokens=num_blocks * self._block_size,
             is_final=True,
+            moved=subject.moved,
         )
         self._pins.pin(found)
         self._transfers[transfer.key] = transfer

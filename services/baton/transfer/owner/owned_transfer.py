@@ -7,7 +7,7 @@ from baton.core.errors import Reason
 from baton.core.ids import JobId, TransferId, WorkerRef
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.messages.peer_messages import FirstToken, KvReady
-from baton.core.request import LegTimeline
+from baton.core.request import LegTimeline, SessionKey
 from baton.core.state_machines import Lifecycle
 from baton.core.state_machines import OwnedTransferState as State
 from baton.runtime.observability.tracing import NO_SPAN, Span
@@ -28,6 +28,7 @@ class OwnedTransfer:
     lost: why the sequence ended early; None otherwise
     stream_number: the stream on which the last Follow arrived
     announced_ids: ids of all blocks that were ever announced
+    moved: the session that goes on at the reader once it has read the blocks; None if none does
     span: trace span from the Follow to the end
     """
 
@@ -50,6 +51,7 @@ class OwnedTransfer:
     lost: Reason | None = None
     stream_number: int = 0
     announced_ids: set[int] = field(default_factory=set)
+    moved: SessionKey | None = None
     span: Span = NO_SPAN
 
     @property

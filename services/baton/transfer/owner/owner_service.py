@@ -2,7 +2,7 @@
 `KvOwner`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -27,7 +27,7 @@ from baton.core.messages.peer_messages import (
     Renew,
     WillRead,
 )
-from baton.core.request import LegTimeline
+from baton.core.request import LegTimeline, SessionKey
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
@@ -54,6 +54,7 @@ class OwnerService:
         backend: TransferBackend,
         pins: PinPool,
         lookup: PrefixLookup,
+        on_moved: Callable[[SessionKey], None] = lambda _: None,
         lease_s: float,
         claim_timeout_s: float,
         reorder_window_s: float,
@@ -71,6 +72,7 @@ class OwnerService:
             pins=pins,
             send=self._send,
             lookup=lookup,
+            on_moved=on_moved,
             lease_s=lease_s,
             claim_timeout_s=claim_timeout_s,
             reorder_window_s=reorder_window_s,
@@ -87,9 +89,9 @@ class OwnerService:
         """Counters since the start."""
         return self.owner.counts
 
-    def create(self, job: JobId, reader: WorkerRef) -> None:
-        """Create the transfer of an accepted job whose KV `reader` will pull."""
-        self.owner.create(job, reader, self._now_s())
+    def create(self, job: JobId, reader: WorkerRef, *, moved: SessionKey | None = None) -> None:
+        """Create the transfer of an accepted job whose KV `reader` will pull, see `KvOwner.create`."""
+        self.owner.create(job, reader, self._now_s(), moved=moved)
         self._schedule_expiry()
 
     def allocated(

@@ -12,7 +12,16 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import JobId, TransferId, WorkerRef
 from baton.core.interfaces import ReceivingPool
 from baton.core.kv.block_hash import BlockHash
-from baton.core.messages.peer_messages import Abandon, FirstToken, Follow, HashRange, KvReady, ReaderMessage, Release
+from baton.core.messages.peer_messages import (
+    RECEIVED,
+    Abandon,
+    FirstToken,
+    Follow,
+    HashRange,
+    KvReady,
+    ReaderMessage,
+    Release,
+)
 from baton.core.state_machines import PULL_TRANSITIONS, Lifecycle
 from baton.core.state_machines import PullState as State
 from baton.runtime.failpoints import hit
@@ -354,7 +363,7 @@ class Pull:
         """
         self._pool.drop_receiving(unfilled)
         hit("transfer.before_release", owner=self._link.owner.worker_id)
-        self._link.send(self._release_message("received"))
+        self._link.send(self._release_message(RECEIVED))
         self._end(State.RECEIVED, None)
 
     def _end(self, state: State, reason: Reason | None) -> None:

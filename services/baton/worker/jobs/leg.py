@@ -13,7 +13,7 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash, chain, root_hash, tenant_root
 from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob, PrefixSource
-from baton.core.request import LegTimeline, TokenDelta, TokenLogprobs, Usage
+from baton.core.request import LegTimeline, SessionKey, TokenDelta, TokenLogprobs, Usage
 from baton.engine.constraints.sampling_rules import SamplingRules
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -38,7 +38,10 @@ NOTHING_RELOADED: Mapping[Tier, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegParts:
-    """Services and constants that every leg uses."""
+    """Services and constants that every leg uses.
+
+    moves_sessions: this worker and its peers evict the KV of a session first that goes on elsewhere
+    """
 
     worker: WorkerRef
     pid: int
@@ -56,6 +59,7 @@ class LegParts:
     sampler_version: int
     block_size_tokens: int
     pull_wait_s: float
+    moves_sessions: bool
     tracing: Tracing = OFF
 
 
@@ -328,8 +332,15 @@ class ComputingLeg(Leg):
             self._usable_hashes,
             cache_salt=self._job.cache_salt,
             tenant_root=self._tenant_root,
+            owner=self._owned.owner,
+            moved=self._moving_session if isinstance(self._job, DecodeJob) else None,
             trace_context=self._job.trace_context,
         )
+
+    @property
+    def _moving_session(self) -> SessionKey | None:
+        """The session that goes on where it is decoded; None if its KV at other workers is kept."""
+        return self._job.hints.key if self._parts.moves_sessions else None
 
     def _join_queue(self) -> None:
         self._parts.engine.add(self._engine_request())

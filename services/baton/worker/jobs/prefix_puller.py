@@ -6,15 +6,17 @@ time: the engine computes the blocks that are not in the cache.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.core.errors import Failure, Refused
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.messages.jobs import PrefixSource
 from baton.core.messages.peer_messages import HashRange
+from baton.core.request import SessionKey
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
+from baton.engine.retention.content_owner import ContentOwner
 from baton.runtime.logging import get_logger
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.pull import Pull
@@ -39,10 +41,14 @@ DEFAULT_PULL_S = 2.0
 class _RunningPull:
     """One running pull.
 
-    `unallocated_blocks`: blocks it asked for; 0 once it has receiving blocks in the pool.
+    unallocated_blocks: blocks it asked for; 0 once it has receiving blocks in the pool
+    owner: of what it receives; None: unknown
+    makes_replicas: the source's copy stays the better one
     """
 
     unallocated_blocks: int
+    owner: ContentOwner | None
+    makes_replicas: bool
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -64,6 +70,8 @@ class PrefixPuller:
         *,
         cache_salt: bytes = b"",
         tenant_root: BlockHash = NO_HASH,
+        owner: ContentOwner | None = None,
+        moved: SessionKey | None = None,
         trace_context: str = "",
     ) -> None:
         """Pull the leading blocks of a prompt into the prefix cache.
@@ -72,6 +80,9 @@ class PrefixPuller:
         pull already fetches the first missing block, it waits for that pull.
 
         hashes: of the prompt's leading blocks. tenant_root: of the tenant whose prompt it is
+        owner: of what the request uses; None: unknown
+        moved: the session that goes on here; None if none does. Its KV is no replica here. What the source
+            keeps of it is evicted first, because the next turn finds more here.
         """
         wanted = tuple(hashes[: source.num_blocks])
         needed = hashes_of_prefix(wanted, self._pool.windows)
@@ -80,8 +91,8 @@ class PrefixPuller:
             async with asyncio.timeout(limit_s):
                 while (running := self._running_pull(needed)) is not None:
                     await running.ended.wait()
-                asked = HashRange(hashes=wanted, cache_salt=cache_salt)
-                await self._pull(source, asked, needed, tenant_root, trace_context)
+                asked = HashRange(hashes=wanted, cache_salt=cache_salt, moved=moved)
+                await self._pull(source, asked, needed, tenant_root, owner, trace_context)
         except TimeoutError:
             log.info("prefix_pull_timed_out", source=str(source.worker), num_blocks=len(wanted), limit_s=limit_s)
         except Refused as refused:
@@ -99,6 +110,7 @@ class PrefixPuller:
         wanted: HashRange,
         needed: Sequence[BlockHash],
         tenant_root: BlockHash,
+        owner: ContentOwner | None,
         trace_context: str,
     ) -> None:
         """Raise Refused if the pull fails. Blocks that were received until then stay in the cache.
@@ -107,14 +119,16 @@ class PrefixPuller:
         """
         held = self._pool.match(needed, len(needed))  # referenced, so that the prefix is not evicted
         try:
-            num_missing = min(len(needed) - len(held), self._num_affordable())
+            makes_replicas = wanted.moved is None
+            num_missing = min(len(needed) - len(held), self._num_affordable(makes_replicas))
             if num_missing <= 0:
                 return
-            if not self._pool.windows.has_windows:  # a part of the prefix is of use, too
-                wanted = HashRange(hashes=wanted.hashes[: len(held) + num_missing], cache_salt=wanted.cache_salt)
-            elif len(held) + num_missing < len(needed):
-                return
-            await self._pull_missing(source, wanted, needed[len(held)], len(held), num_missing, trace_context)
+            if len(held) + num_missing < len(needed):
+                if self._pool.windows.has_windows:  # a part of the prefix is of no use
+                    return
+                wanted = replace(wanted, hashes=wanted.hashes[: len(held) + num_missing], moved=None)
+            running = _RunningPull(unallocated_blocks=num_missing, owner=owner, makes_replicas=makes_replicas)
+            await self._pull_missing(source, wanted, needed[len(held)], len(held), running, trace_context)
         finally:
             self._pool.announce(wanted.hashes, 0, len(wanted.hashes), is_end=True, tenant_root=tenant_root)
             self._pool.unref(held)
@@ -125,10 +139,10 @@ class PrefixPuller:
         asked: HashRange,
         first_missing: BlockHash,
         num_held: int,
-        num_missing: int,
+        running: _RunningPull,
         trace_context: str,
     ) -> None:
-        running = self._running[first_missing] = _RunningPull(unallocated_blocks=num_missing)
+        self._running[first_missing] = running
         try:
             pull = self._reader.pull(source.worker, asked, have_blocks=num_held, trace_context=trace_context)
             try:
@@ -155,7 +169,8 @@ class PrefixPuller:
         entries = entries_from(windows.first_blocks(num_blocks * windows.block_size_tokens), num_blocks)
         if windows.has_windows and num_held + num_available < len(entries):
             num_available = 0  # a part of the prefix is of no use: the window before its end is missing
-        receiving = self._allocate(entries[num_held : num_held + num_available])
+        entries = entries[num_held : num_held + num_available]
+        receiving = self._allocate(entries, running.makes_replicas)
         if receiving is None:
             log.info(
                 "prefix_pull_skipped",
@@ -176,16 +191,21 @@ class PrefixPuller:
             )
         finally:
             # Received blocks stay in the cache. The pull still owns the others until their reads have ended.
-            self._pool.unref(receiving)
+            positions = [entry // windows.num_tables for entry in entries]
+            self._pool.unref(receiving, running.owner, positions)
 
-    def _allocate(self, entries: Sequence[int]) -> list[int] | None:
-        """Allocate blocks for replicas, evicting idle ones if the budget requires it.
+    def _allocate(self, entries: Sequence[int], are_replicas: bool) -> list[int] | None:
+        """Allocate blocks to receive into, evicting idle replicas if their budget requires it.
 
         entries: of a flat block table. None if that is not possible.
         """
         num_blocks = len(entries)
+        if not 0 < num_blocks <= self._num_free_blocks():
+            return None
+        if not are_replicas:  # the request needs the blocks in any case
+            return self._pool.allocate_receiving(num_blocks, entries)
         num_kept = self._pool.num_replicas - self._pool.num_idle_replicas
-        if not 0 < num_blocks <= self._num_free_blocks() or num_kept + num_blocks > self._max_replicas:
+        if num_kept + num_blocks > self._max_replicas:
             return None
         receiving = self._pool.allocate_receiving(num_blocks, entries)
         if receiving is not None:
@@ -193,9 +213,12 @@ class PrefixPuller:
             self._pool.evict_replicas(max(0, self._pool.num_replicas - self._max_replicas))
         return receiving
 
-    def _num_affordable(self) -> int:
-        """Return how many more replicas the budget allows if all idle ones are evicted."""
+    def _num_affordable(self, are_replicas: bool) -> int:
+        """Return how many more blocks can be received; of replicas as many as their budget allows if all idle
+        ones are evicted."""
         asked = sum(pull.unallocated_blocks for pull in self._running.values())
+        if not are_replicas:
+            return self._num_free_blocks() - asked
         return self._max_replicas - asked - (self._pool.num_replicas - self._pool.num_idle_replicas)
 
     def _num_free_blocks(self) -> int:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from baton.core.request import SessionHints
+from baton.core.request import SessionHints, SessionKey
 from baton.engine.retention.content_owner import ContentOwner, OwnerKind
 from baton.engine.retention.content_owners import ContentOwners, OwnedRequest
 from baton.engine.retention.return_chance import EDGES_S, NUM_BINS, bin_of
@@ -70,6 +70,36 @@ def test_announced_pause_counts_until_the_next_request() -> None:
     clock.turn("s", after_s=2.0)
     assert not owner.has_announced_turn
     assert clock.rate(owner, 0.0) == pytest.approx(usual, rel=0.2)
+
+
+def test_session_that_goes_on_elsewhere_is_not_expected() -> None:
+    clock = Clock()
+    for _ in range(3):
+        owner = clock.turn("s", after_s=2.0, next_in_s=100.0)
+    usual, changed = clock.owners.return_rate(owner), []
+    assert usual > 0
+    clock.owners.on_change(changed.append)
+    clock.now_s += 2.0
+    clock.owners.moved(SessionKey("default", "s"))
+    assert changed == [owner]
+    assert clock.owners.return_rate(owner) == 0
+    assert not owner.has_announced_turn
+    assert owner.pauses == (bin_of(2.0),) * 3, "the read was a use of its content"
+    assert clock.turn("s", after_s=500.0) is owner
+    assert clock.owners.return_rate(owner) > 0
+    assert owner.pauses == (bin_of(2.0),) * 3, "it was not away for that time"
+
+
+def test_session_that_runs_here_or_is_unknown_has_not_moved() -> None:
+    clock = Clock()
+    clock.turn("s")
+    running = clock.begin("s", after_s=1.0)
+    clock.owners.moved(SessionKey("default", "s"))
+    clock.owners.moved(SessionKey("default", "t"))
+    clock.owners.moved(SessionKey("other", "s"))
+    clock.owners.ended(running)
+    assert not running.owner.has_moved
+    assert clock.owners.return_rate(running.owner) > 0
 
 
 def test_kinds_learn_how_often_they_return() -> None:
