@@ -7,7 +7,6 @@ from random import Random
 
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import CostStore, KvEventFeed, Membership, Network
-from baton.core.request import SessionKey
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -19,6 +18,7 @@ from baton.runtime.observability.health import Health
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.runtime.process.byte_budget import ByteBudget
 from baton.transfer.backend import TransferBackend
+from baton.transfer.owner.kv_owner import SessionMoved
 from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
@@ -124,7 +124,7 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
     )
 
 
-def build_owner(parts: WorkerParts, *, on_moved: Callable[[SessionKey], None]) -> OwnerService:
+def build_owner(parts: WorkerParts, *, on_moved: SessionMoved) -> OwnerService:
     """Build the service that lets peers read this worker's KV.
 
     on_moved: called when the session goes on at a peer that has read its KV

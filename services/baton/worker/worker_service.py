@@ -348,10 +348,10 @@ class Worker:
         if self.publisher is not None:
             self.publisher.wake()
 
-    def _session_moved(self, session: SessionKey) -> None:
-        """Evict the KV of a session first, because it goes on at another worker, which has read it."""
+    def _session_moved(self, session: SessionKey, num_blocks: int) -> None:
+        """Evict the KV of a session first, because it goes on at another worker, which has these blocks."""
         if self._moves_sessions:
-            self.kv.retention.owners.moved(session)
+            self.kv.retention.owners.moved(session, num_blocks)
 
     def _handle_command(self, command: WorkerCommand) -> None:
         log.info("command_received", kind=command.kind.value, peer=str(command.peer or ""))

@@ -65,14 +65,14 @@ class Rig:
         self.pins = Pins()
         self.sent: list[tuple[str, OwnerMessage]] = []
         self.cached: dict[BlockHash, int] = {}
-        self.moved: list[SessionKey] = []
+        self.moved: list[tuple[SessionKey, int]] = []
         self.owner = KvOwner(
             layout=builders.layout(),
             num_blocks=64,
             pins=self.pins,
             send=lambda reader, message: self.sent.append((reader.worker_id, message)),
             lookup=self.lookup,
-            on_moved=self.moved.append,
+            on_moved=lambda session, num_blocks: self.moved.append((session, num_blocks)),
             lease_s=LEASE_S,
             claim_timeout_s=CLAIM_TIMEOUT_S,
             reorder_window_s=REORDER_WINDOW_S,
@@ -448,7 +448,7 @@ def test_session_has_moved_once_its_kv_was_received(end: Release | Abandon | Non
     else:
         r.owner.release(READER, end, 0.1)
         r.owner.release(READER, end, 0.2)
-    assert r.moved == [session] * has_moved
+    assert r.moved == [(session, 3)] * has_moved
 
 
 def test_late_follow_does_not_recreate_a_released_prefix() -> None:

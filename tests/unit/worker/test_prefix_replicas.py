@@ -96,13 +96,30 @@ async def test_blocks_pulled_for_a_decode_leg_are_no_replicas() -> None:
 
 @virtual
 async def test_kv_of_a_session_moves_to_the_hybrid_worker_where_it_goes_on() -> None:
-    """What is pulled is no replica there. What the source keeps of it is evicted before all else."""
+    """What is pulled is no replica there. What the source keeps of it is evicted before older content."""
     async with trio(roles=HYBRID) as workers:
+        await workers.hold(prompt=OTHER)
         await workers.hold(hints=SESSION)
         assert await workers.answered_locally(workers.send_local(hints=SESSION)) == NUM_BLOCKS * BLOCK
         await workers.pair.until_clean()
         assert copies(workers.d) == (0, 0)
         assert has_moved(workers.holder)
+        pool = workers.holder.pool
+        taken = pool.allocate(pool.counts().free + NUM_BLOCKS) or []
+        assert pool.count_cached(hashes(workers, PROMPT)) == 0
+        assert pool.count_cached(hashes(workers, OTHER)) >= NUM_BLOCKS
+        pool.unref(taken)
+
+
+@virtual
+async def test_another_branch_of_a_session_moves_nothing() -> None:
+    """A request of the session that shares less than its longest chain is decoded elsewhere."""
+    async with trio(roles=HYBRID) as workers:
+        await workers.hold(hints=SESSION)
+        source = workers.source(5)
+        await workers.answered_locally(workers.send_local(hints=SESSION, prefix_source=source))
+        await workers.pair.until_clean()
+        assert not has_moved(workers.holder)
 
 
 @pytest.mark.parametrize("roles", [HYBRID, ("prefill", "decode"), ("hybrid", "decode")], ids=" and ".join)

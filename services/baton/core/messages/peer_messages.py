@@ -58,8 +58,8 @@ class PeerHelloReply:
 class HashRange:
     """Requests the leading blocks of a prefix by their hashes.
 
-    moved: the session that goes on at the reader, which therefore needs its KV at the owner no longer; None
-        if the owner's copy is still needed
+    moved: the session that goes on at the reader, so that it no longer needs its KV at the owner; None if the
+        owner's copy is still needed
     """
 
     hashes: tuple[BlockHash, ...]

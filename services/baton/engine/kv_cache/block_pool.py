@@ -8,8 +8,9 @@ Each block is in exactly one state:
 - otherwise `cached` if its content is known by hash;
 - otherwise `free`.
 
-Content that was pulled from another worker's cache is a replica until a second request has used it here. Idle
-replicas are evicted before other cached content (`engine.kv_cache.eviction`).
+Content that was pulled from another worker's cache is a replica until a second request has used it here,
+unless its session goes on here. Idle replicas are evicted before other cached content
+(`engine.kv_cache.eviction`).
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set

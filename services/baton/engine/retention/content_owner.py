@@ -33,16 +33,17 @@ class ContentOwner:
     pauses: bins of its last pauses
     num_running: its requests that run now
     num_retaining: those of them that ask for retention
-    idle_since_s: when its last request ended; None if none has ended
+    idle_since_s: when its last request ended; None if none has ended since it has moved
     counted_bins: bins of the present pause that are counted, or `NOT_COUNTED`
     retained_until_s: its content is retained until then
     next_bin: bin of the pause that its client has announced; None if it has announced none
     next_in_s: pause that the client announces with the request that runs; None if it announces none
     has_announced_turn: it does so, and its tenant's budget allows it
-    has_moved: its last request ran on another worker, which has read its content
     chain: if so, hashes of the blocks of its last request that the budget allows. tenant_root: as in that
         `SequenceRequest`.
     shared: owner of the content that it shares with others; None if that is itself
+    has_moved: another worker has read all of its content for its next request
+    num_blocks: length of the longest chain that its requests have left, since it has moved
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class ContentOwner:
         "kind",
         "next_bin",
         "next_in_s",
+        "num_blocks",
         "num_retaining",
         "num_running",
         "on_reuse",
@@ -90,6 +92,7 @@ class ContentOwner:
         self.has_announced_turn = self.has_moved = False
         self.chain: tuple[BlockHash, ...] = ()
         self.tenant_root = NO_HASH
+        self.num_blocks = 0
 
     @property
     def age_s(self) -> float:
@@ -143,7 +146,7 @@ class ContentOwner:
         """
         if before is None or before is self or self.num_retaining:
             return self
-        if before.is_retained:
+        if before.is_retained and not before.has_moved:
             return before
         before.on_reuse(before)
         return self.shared or self

@@ -1,6 +1,7 @@
 """The owners of a worker's content: it learns from their pauses when content is used again.
 
-The pauses are those between two requests on this worker, because they decide what its copy is worth.
+The pauses are those between two uses of the content on this worker, because they decide what its copy is
+worth.
 """
 
 from collections import OrderedDict
@@ -39,6 +40,9 @@ UNKNOWN_AGE_S = 60.0
 """Content without an owner counts as that of a single request after this time."""
 ANNOUNCED_WEIGHT = 8.0
 """The pause that a client has announced counts as so many of its owner's own ones, in place of these."""
+
+MOVED_SHARE = 0.5
+"""A session has moved if another worker has this share of its longest chain. The rest may be evicted."""
 
 OwnerKey = SessionKey | BlockHash
 """A session, or the first block's hash."""
@@ -129,17 +133,18 @@ class ContentOwners:
         """Return a session; None if it is unknown or forgotten."""
         return self._sessions.find(session)
 
-    def moved(self, session: SessionKey) -> None:
-        """Record that another worker has read the content of a session, which goes on there.
+    def moved(self, session: SessionKey, num_blocks: int) -> None:
+        """Record that another worker has read the leading blocks of a session, which goes on there.
 
         The read was a use of the content, and the last one: the next turn finds more at the other worker.
-        Nothing changes if a request of the session runs here.
+        Nothing changes if a request of the session runs here, or if these blocks are less than `MOVED_SHARE`
+        of the longest chain that its requests have left: it may be another branch that goes on elsewhere.
         """
         owner = self.find(session)
-        if owner is None or owner.num_running:
+        if owner is None or owner.num_running or num_blocks < MOVED_SHARE * owner.num_blocks:
             return
         self._leave_pause(owner)
-        owner.idle_since_s, owner.has_moved = None, True
+        owner.idle_since_s, owner.has_moved, owner.num_blocks = None, True, 0
         self._notify(owner)
 
     def retain_until(self, request: OwnedRequest, until_s: float) -> None:

@@ -144,15 +144,15 @@ class ValueOrder:
         """Return content that no other tier has, of the owners whose content is evicted next.
 
         Each chain is returned from its beginning, without which the rest of it is of no use.
-        above_rate: owners whose chance of return per second is not above it are left out. The content of at
-            most `MAX_OWNERS` is looked at.
+        above_rate: owners whose chance of return per second is not above it, or is 0, are left out. The
+            content of at most `MAX_OWNERS` is looked at.
         """
         self._assess_changed()
         found: list[int] = []
         opened: list[_Ranked] = []
         while len(found) < count and len(opened) < MAX_OWNERS and (top := self._lowest((False,))) is not None:
             opened.append(heappop(self._by_value[False]))
-            if top[2].rate > above_rate:
+            if top[2].rate > max(0.0, above_rate):
                 found += [entry[2] for entry in nlargest(count - len(found), top[2].entries.values())]
         for ranked in opened:
             heappush(self._by_value[False], ranked)

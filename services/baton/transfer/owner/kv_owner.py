@@ -42,6 +42,8 @@ from baton.transfer.owner.owned_transfer import OwnedTransfer
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
 """Returns the block ids of the longest leading run of hashes that this worker holds, in any of its regions.
 Ids count the blocks of all regions in one sequence."""
+SessionMoved = Callable[[SessionKey, int], None]
+"""Called with a session that goes on at a reader, and the number of leading blocks that the reader has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class KvOwner:
 
     `send` sends a message to a reader incarnation. A message that cannot be delivered is lost. The reader
     then repeats its Follow, and the owner sends the announcement again.
-    `on_moved` is called when a reader has read the KV of a session that goes on there.
+    `on_moved` is called when a reader has all of the KV that it wanted for a session that goes on there.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class KvOwner:
         pins: PinPool,
         send: Callable[[WorkerRef, OwnerMessage], None],
         lookup: PrefixLookup,
-        on_moved: Callable[[SessionKey], None] = lambda _: None,
+        on_moved: SessionMoved = lambda _session, _num_blocks: None,
         lease_s: float,
         claim_timeout_s: float,
         reorder_window_s: float,
@@ -261,7 +263,7 @@ class KvOwner:
             self.counts.abandoned += 1
         self._end(transfer, Reason.LEASE_LOST, now_s, by_reader=True)
         if transfer.moved is not None and isinstance(message, Release) and message.outcome == RECEIVED:
-            self._on_moved(transfer.moved)
+            self._on_moved(transfer.moved, transfer.num_computed_tokens // self._block_size)
 
     def may_read(self, reader: WorkerRef, transfer_id: TransferId, block_ids: Sequence[int]) -> bool:
         """Return True if a two-sided read of these blocks may be served.

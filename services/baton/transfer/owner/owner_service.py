@@ -2,7 +2,7 @@
 `KvOwner`."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -32,7 +32,7 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import ReadServer, TransferBackend
-from baton.transfer.owner.kv_owner import KvOwner, OwnerCounts, PrefixLookup
+from baton.transfer.owner.kv_owner import KvOwner, OwnerCounts, PrefixLookup, SessionMoved
 
 log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class OwnerService:
         backend: TransferBackend,
         pins: PinPool,
         lookup: PrefixLookup,
-        on_moved: Callable[[SessionKey], None] = lambda _: None,
+        on_moved: SessionMoved = lambda _session, _num_blocks: None,
         lease_s: float,
         claim_timeout_s: float,
         reorder_window_s: float,

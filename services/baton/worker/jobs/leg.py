@@ -40,7 +40,7 @@ NOTHING_RELOADED: Mapping[Tier, int] = MappingProxyType({})
 class LegParts:
     """Services and constants that every leg uses.
 
-    moves_sessions: this worker and its peers evict the KV of a session first that goes on elsewhere
+    moves_sessions: KV is evicted first if its session goes on at another worker
     """
 
     worker: WorkerRef

@@ -26,6 +26,8 @@ log = get_logger(__name__)
 MAX_PULLED_SHARE = 0.25
 """Upper bound on the share of blocks that are replicas: those under way, and those that no second request has
 used yet."""
+MAX_MOVING_SHARE = 0.5
+"""Upper bound on the share of blocks that are received while the KV of sessions is pulled."""
 MAX_COMPUTE_RATIO = 2.0
 """A pull is cancelled after this multiple of the time that computing the same blocks would take on an idle
 device."""
@@ -119,14 +121,17 @@ class PrefixPuller:
         """
         held = self._pool.match(needed, len(needed))  # referenced, so that the prefix is not evicted
         try:
+            num_missing = len(needed) - len(held)
+            if wanted.moved is not None and num_missing > self._num_affordable(are_replicas=False):
+                wanted = replace(wanted, moved=None)
             makes_replicas = wanted.moved is None
-            num_missing = min(len(needed) - len(held), self._num_affordable(makes_replicas))
+            num_missing = min(num_missing, self._num_affordable(are_replicas=makes_replicas))
             if num_missing <= 0:
                 return
             if len(held) + num_missing < len(needed):
                 if self._pool.windows.has_windows:  # a part of the prefix is of no use
                     return
-                wanted = replace(wanted, hashes=wanted.hashes[: len(held) + num_missing], moved=None)
+                wanted = replace(wanted, hashes=wanted.hashes[: len(held) + num_missing])
             running = _RunningPull(unallocated_blocks=num_missing, owner=owner, makes_replicas=makes_replicas)
             await self._pull_missing(source, wanted, needed[len(held)], len(held), running, trace_context)
         finally:
@@ -213,12 +218,16 @@ class PrefixPuller:
             self._pool.evict_replicas(max(0, self._pool.num_replicas - self._max_replicas))
         return receiving
 
-    def _num_affordable(self, are_replicas: bool) -> int:
-        """Return how many more blocks can be received; of replicas as many as their budget allows if all idle
-        ones are evicted."""
-        asked = sum(pull.unallocated_blocks for pull in self._running.values())
+    def _num_affordable(self, *, are_replicas: bool) -> int:
+        """Return how many more replicas, or blocks of sessions that move, the budget allows.
+
+        Idle replicas count as evicted. The blocks of sessions count until they have arrived.
+        """
+        pulls = [pull for pull in self._running.values() if pull.makes_replicas is are_replicas]
+        asked = sum(pull.unallocated_blocks for pull in pulls)
         if not are_replicas:
-            return self._num_free_blocks() - asked
+            budget = int(MAX_MOVING_SHARE * self._pool.num_blocks) - self._pool.counts().receiving
+            return min(budget, self._num_free_blocks()) - asked
         return self._max_replicas - asked - (self._pool.num_replicas - self._pool.num_idle_replicas)
 
     def _num_free_blocks(self) -> int:

@@ -76,7 +76,7 @@ class Prefetches:
         self.totals.started += 1
 
     def _owner_changed(self, owner: ContentOwner) -> None:
-        if owner.num_running and owner in self._announced:
+        if (owner.num_running or owner.has_moved) and owner in self._announced:
             self._forget(owner)
             self.totals.early += 1
 

@@ -5,6 +5,7 @@ hold is copied late, and evicted first.
 """
 
 from collections.abc import Callable
+from math import inf
 
 from baton.core.kv.block_hash import BlockHash
 from baton.core.step_cost import StepCostModel
@@ -142,10 +143,11 @@ class Retention:
     def _value_in_host(self, rate: float, position: int, has_copy: bool, is_running: bool) -> float:
         """Return what a slot is worth: it saves to compute its block instead of reloading it.
 
-        Of what the device has, too, that is lowest which the device keeps for longest.
+        Of what the device has, too, that is lowest which the device keeps for longest, but for content that
+        is not expected to be used again.
         """
         if has_copy:
-            return -rate
+            return -rate if rate else -inf
         compute_s = self._compute_s(position)
         return rate * max(compute_s - self._load_s(compute_s), MIN_SAVED_SHARE * compute_s)
 

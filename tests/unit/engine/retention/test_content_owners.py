@@ -80,7 +80,10 @@ def test_session_that_goes_on_elsewhere_is_not_expected() -> None:
     assert usual > 0
     clock.owners.on_change(changed.append)
     clock.now_s += 2.0
-    clock.owners.moved(SessionKey("default", "s"))
+    owner.num_blocks = 5
+    clock.owners.moved(SessionKey("default", "s"), 2)
+    assert changed == [], "another branch of it goes on elsewhere"
+    clock.owners.moved(SessionKey("default", "s"), 3)
     assert changed == [owner]
     assert clock.owners.return_rate(owner) == 0
     assert not owner.has_announced_turn
@@ -94,9 +97,8 @@ def test_session_that_runs_here_or_is_unknown_has_not_moved() -> None:
     clock = Clock()
     clock.turn("s")
     running = clock.begin("s", after_s=1.0)
-    clock.owners.moved(SessionKey("default", "s"))
-    clock.owners.moved(SessionKey("default", "t"))
-    clock.owners.moved(SessionKey("other", "s"))
+    for session in (SessionKey("default", "s"), SessionKey("default", "t"), SessionKey("other", "s")):
+        clock.owners.moved(session, 10)
     clock.owners.ended(running)
     assert not running.owner.has_moved
     assert clock.owners.return_rate(running.owner) > 0
