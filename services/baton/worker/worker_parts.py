@@ -124,10 +124,10 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
     )
 
 
-def build_owner(parts: WorkerParts, *, on_moved: SessionMoved) -> OwnerService:
+def build_owner(parts: WorkerParts, *, on_session_moved: SessionMoved) -> OwnerService:
     """Build the service that lets peers read this worker's KV.
 
-    on_moved: called when the session goes on at a peer that has read its KV
+    on_session_moved: called when the session goes on at a peer that has read its KV
     """
     config = parts.config
     regions = parts.pool if parts.host_tier is None else WorkerRegions(parts.pool, parts.host_tier.slots)
@@ -137,7 +137,7 @@ def build_owner(parts: WorkerParts, *, on_moved: SessionMoved) -> OwnerService:
         backend=parts.backend,
         pins=regions,
         lookup=regions.lookup,
-        on_moved=on_moved,
+        on_session_moved=on_session_moved,
         lease_s=config.lease_s,
         claim_timeout_s=config.kv_claim_timeout_s,
         reorder_window_s=config.transfer_reorder_window_s,

@@ -72,7 +72,7 @@ class Rig:
             pins=self.pins,
             send=lambda reader, message: self.sent.append((reader.worker_id, message)),
             lookup=self.lookup,
-            on_moved=lambda session, num_blocks: self.moved.append((session, num_blocks)),
+            on_session_moved=lambda session, num_blocks: self.moved.append((session, num_blocks)),
             lease_s=LEASE_S,
             claim_timeout_s=CLAIM_TIMEOUT_S,
             reorder_window_s=REORDER_WINDOW_S,
@@ -441,7 +441,7 @@ def test_prefix_is_pinned_as_far_as_it_is_cached() -> None:
 def test_session_has_moved_once_its_kv_was_received(end: Release | Abandon | None, has_moved: bool) -> None:
     r, session = Rig(), SessionKey("t", "s")
     r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
-    r.follow(0.0, subject=HashRange(hashes=HASHES, moved=session))
+    r.follow(0.0, subject=HashRange(hashes=HASHES, moving_session=session))
     assert r.moved == []
     if end is None:
         r.owner.expire(LEASE_S)

@@ -9,6 +9,7 @@ from baton.core.kv.block_hash import BlockHash, chain
 from baton.core.request import NO_HINTS, Sampling, SessionHints, SessionKey
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.transfer.reader.pull import Pull
+from baton.worker.jobs import prefix_puller
 from baton.worker.jobs.leg import chain_root
 from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE, PrefixPuller
 from tests.unit.worker.harness import BLOCK, Node
@@ -109,6 +110,17 @@ async def test_kv_of_a_session_moves_to_the_hybrid_worker_where_it_goes_on() -> 
         assert pool.count_cached(hashes(workers, PROMPT)) == 0
         assert pool.count_cached(hashes(workers, OTHER)) >= NUM_BLOCKS
         pool.unref(taken)
+
+
+@virtual
+async def test_session_that_exceeds_the_budget_of_moves_is_pulled_as_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_puller, "MAX_MOVING_SHARE", 0.1)
+    async with trio(roles=HYBRID) as workers:
+        await workers.hold(hints=SESSION)
+        assert await workers.answered_locally(workers.send_local(hints=SESSION)) == NUM_BLOCKS * BLOCK
+        await workers.pair.until_clean()
+        assert copies(workers.d) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert not has_moved(workers.holder)
 
 
 @virtual

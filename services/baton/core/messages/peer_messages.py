@@ -58,13 +58,13 @@ class PeerHelloReply:
 class HashRange:
     """Requests the leading blocks of a prefix by their hashes.
 
-    moved: the session that goes on at the reader, so that it no longer needs its KV at the owner; None if the
-        owner's copy is still needed
+    moving_session: goes on at the reader, so that it no longer needs its KV at the owner; None if the owner's
+        copy is still needed
     """
 
     hashes: tuple[BlockHash, ...]
     cache_salt: bytes = b""
-    moved: SessionKey | None = None
+    moving_session: SessionKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

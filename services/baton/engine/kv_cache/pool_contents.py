@@ -157,8 +157,7 @@ class PoolContents:
                 callback(block_hash)
 
     def _set_use(self, block_id: int, owner: ContentOwner, position: int) -> None:
-        owner.num_blocks = max(owner.num_blocks, position + 1)
-        self._owners[block_id] = owner.owner_with(self._owners[block_id])
+        self._owners[block_id] = owner.owner_with(self._owners[block_id], position)
         self._positions[block_id] = position
 
     def _remove_content(self, block_id: int) -> None:

@@ -139,11 +139,13 @@ class ContentOwner:
         """Remember a pause that has ended."""
         self.pauses = (*self.pauses[1 - NUM_PAUSES :], min(bin_of(pause_s), NUM_BINS))
 
-    def owner_with(self, before: "ContentOwner | None") -> "ContentOwner":
-        """Return the owner of content that this owner has used, and `before` owned until then.
+    def owner_with(self, before: "ContentOwner | None", position: int) -> "ContentOwner":
+        """Record a use of content that `before` owned until then, and return its owner from now on.
 
+        position: number of blocks before it in the chain
         Retention goes first, because a prefix is lost with its first block.
         """
+        self.num_blocks = max(self.num_blocks, position + 1)
         if before is None or before is self or self.num_retaining:
             return self
         if before.is_retained and not before.has_moved:

@@ -180,8 +180,10 @@ def _to_follow(follow: Follow) -> pb.Follow:
         message.hash_range.hashes = c.to_hash_bytes(follow.subject.hashes)
         message.hash_range.cache_salt = follow.subject.cache_salt
         message.hash_range.SetInParent()
-        if follow.subject.moved is not None:
-            message.hash_range.moved.tenant, message.hash_range.moved.session = follow.subject.moved
+        if follow.subject.moving_session is not None:
+            message.hash_range.moving_session.tenant, message.hash_range.moving_session.session = (
+                follow.subject.moving_session
+            )
     else:
         message.job.CopyFrom(c.to_job_id(follow.subject))
     return message
@@ -205,13 +207,15 @@ def _from_follow(message: pb.Follow) -> Follow:
 
 
 def _from_hash_range(message: pb.HashRange) -> HashRange:
-    moved = None
-    if message.HasField("moved"):
-        moved = SessionKey(c.name(message.moved.tenant, "tenant"), c.name(message.moved.session, "session"))
+    moving_session = None
+    if message.HasField("moving_session"):
+        moving_session = SessionKey(
+            c.name(message.moving_session.tenant, "tenant"), c.name(message.moving_session.session, "session")
+        )
     return HashRange(
         hashes=c.from_hash_bytes(message.hashes),
         cache_salt=c.name(message.cache_salt, "cache_salt"),
-        moved=moved,
+        moving_session=moving_session,
     )
 
 

@@ -65,7 +65,8 @@ class KvOwner:
 
     `send` sends a message to a reader incarnation. A message that cannot be delivered is lost. The reader
     then repeats its Follow, and the owner sends the announcement again.
-    `on_moved` is called when a reader has all of the KV that it wanted for a session that goes on there.
+    `on_session_moved` is called when a reader has all of the KV that it wanted for a session that goes on
+    there.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KvOwner:
         pins: PinPool,
         send: Callable[[WorkerRef, OwnerMessage], None],
         lookup: PrefixLookup,
-        on_moved: SessionMoved = lambda _session, _num_blocks: None,
+        on_session_moved: SessionMoved = lambda _session, _num_blocks: None,
         lease_s: float,
         claim_timeout_s: float,
         reorder_window_s: float,
@@ -87,7 +88,7 @@ class KvOwner:
         self._num_blocks = num_blocks
         self._pins = pins
         self._send = send
-        self._lookup, self._on_moved = lookup, on_moved
+        self._lookup, self._on_moved = lookup, on_session_moved
         self._lease_s, self._claim_timeout_s = lease_s, claim_timeout_s
         self._transfers: dict[Key, OwnedTransfer] = {}
         self._early = EarlyFollows(reorder_window_s)
@@ -110,10 +111,10 @@ class KvOwner:
 
     # -- called by the worker for its jobs ---------------------------------------------------------
 
-    def create(self, job: JobId, reader: WorkerRef, now_s: float, *, moved: SessionKey | None = None) -> None:
+    def create(self, job: JobId, reader: WorkerRef, now_s: float, *, moving_session: SessionKey | None = None) -> None:
         """Create the transfer of an accepted job whose KV `reader` will pull.
 
-        moved: the session that goes on at the reader; None if this worker's copy is still needed
+        moving_session: the session that goes on at the reader; None if this worker's copy is still needed
         Does nothing if the job is known.
         """
         if job in self._transfers:
@@ -123,7 +124,7 @@ class KvOwner:
             lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED),
             reader=reader,
             job=job,
-            moved=moved,
+            moving_session=moving_session,
         )
         self._transfers[job] = transfer
         self._ended.forget(job)
@@ -262,8 +263,8 @@ class KvOwner:
         else:
             self.counts.abandoned += 1
         self._end(transfer, Reason.LEASE_LOST, now_s, by_reader=True)
-        if transfer.moved is not None and isinstance(message, Release) and message.outcome == RECEIVED:
-            self._on_moved(transfer.moved, transfer.num_computed_tokens // self._block_size)
+        if transfer.moving_session is not None and isinstance(message, Release) and message.outcome == RECEIVED:
+            self._on_moved(transfer.moving_session, transfer.num_computed_tokens // self._block_size)
 
     def may_read(self, reader: WorkerRef, transfer_id: TransferId, block_ids: Sequence[int]) -> bool:
         """Return True if a two-sided read of these blocks may be served.
@@ -342,7 +343,7 @@ class KvOwner:
             num_ready=len(found),
             num_computed_tokens=num_blocks * self._block_size,
             is_final=True,
-            moved=subject.moved,
+            moving_session=subject.moving_session,
         )
         self._pins.pin(found)
         self._transfers[transfer.key] = transfer

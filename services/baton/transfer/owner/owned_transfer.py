@@ -28,7 +28,7 @@ class OwnedTransfer:
     lost: why the sequence ended early; None otherwise
     stream_number: the stream on which the last Follow arrived
     announced_ids: ids of all blocks that were ever announced
-    moved: the session that goes on at the reader once it has read the blocks; None if none does
+    moving_session: the session that goes on at the reader once it has read the blocks; None if none does
     span: trace span from the Follow to the end
     """
 
@@ -51,7 +51,7 @@ class OwnedTransfer:
     lost: Reason | None = None
     stream_number: int = 0
     announced_ids: set[int] = field(default_factory=set)
-    moved: SessionKey | None = None
+    moving_session: SessionKey | None = None
     span: Span = NO_SPAN
 
     @property

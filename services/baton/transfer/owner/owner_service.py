@@ -54,7 +54,7 @@ class OwnerService:
         backend: TransferBackend,
         pins: PinPool,
         lookup: PrefixLookup,
-        on_moved: SessionMoved = lambda _session, _num_blocks: None,
+        on_session_moved: SessionMoved = lambda _session, _num_blocks: None,
         lease_s: float,
         claim_timeout_s: float,
         reorder_window_s: float,
@@ -72,7 +72,7 @@ class OwnerService:
             pins=pins,
             send=self._send,
             lookup=lookup,
-            on_moved=on_moved,
+            on_session_moved=on_session_moved,
             lease_s=lease_s,
             claim_timeout_s=claim_timeout_s,
             reorder_window_s=reorder_window_s,
@@ -89,9 +89,9 @@ class OwnerService:
         """Counters since the start."""
         return self.owner.counts
 
-    def create(self, job: JobId, reader: WorkerRef, *, moved: SessionKey | None = None) -> None:
+    def create(self, job: JobId, reader: WorkerRef, *, moving_session: SessionKey | None = None) -> None:
         """Create the transfer of an accepted job whose KV `reader` will pull, see `KvOwner.create`."""
-        self.owner.create(job, reader, self._now_s(), moved=moved)
+        self.owner.create(job, reader, self._now_s(), moving_session=moving_session)
         self._schedule_expiry()
 
     def allocated(

@@ -333,7 +333,7 @@ class ComputingLeg(Leg):
             cache_salt=self._job.cache_salt,
             tenant_root=self._tenant_root,
             owner=self._owned.owner,
-            moved=self._moving_session if isinstance(self._job, DecodeJob) else None,
+            moving_session=self._moving_session if isinstance(self._job, DecodeJob) else None,
             trace_context=self._job.trace_context,
         )
 

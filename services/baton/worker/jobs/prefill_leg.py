@@ -24,7 +24,7 @@ class PrefillLeg(ComputingLeg):
     def begin(self) -> None:
         super().begin()
         if self._reader is not None:
-            self._parts.owner.create(self._job.job, self._reader, moved=self._moving_session)
+            self._parts.owner.create(self._job.job, self._reader, moving_session=self._moving_session)
 
     def _engine_request(self) -> SequenceRequest:
         return self._request(prefill_only=True, for_reader=self._reader is not None)

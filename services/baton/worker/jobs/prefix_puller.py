@@ -73,7 +73,7 @@ class PrefixPuller:
         cache_salt: bytes = b"",
         tenant_root: BlockHash = NO_HASH,
         owner: ContentOwner | None = None,
-        moved: SessionKey | None = None,
+        moving_session: SessionKey | None = None,
         trace_context: str = "",
     ) -> None:
         """Pull the leading blocks of a prompt into the prefix cache.
@@ -83,8 +83,8 @@ class PrefixPuller:
 
         hashes: of the prompt's leading blocks. tenant_root: of the tenant whose prompt it is
         owner: of what the request uses; None: unknown
-        moved: the session that goes on here; None if none does. Its KV is no replica here. What the source
-            keeps of it is evicted first, because the next turn finds more here.
+        moving_session: goes on here; None if none does. Its KV is no replica here. What the source keeps of
+            it is evicted first, because the next turn finds more here.
         """
         wanted = tuple(hashes[: source.num_blocks])
         needed = hashes_of_prefix(wanted, self._pool.windows)
@@ -93,7 +93,7 @@ class PrefixPuller:
             async with asyncio.timeout(limit_s):
                 while (running := self._running_pull(needed)) is not None:
                     await running.ended.wait()
-                asked = HashRange(hashes=wanted, cache_salt=cache_salt, moved=moved)
+                asked = HashRange(hashes=wanted, cache_salt=cache_salt, moving_session=moving_session)
                 await self._pull(source, asked, needed, tenant_root, owner, trace_context)
         except TimeoutError:
             log.info("prefix_pull_timed_out", source=str(source.worker), num_blocks=len(wanted), limit_s=limit_s)
@@ -122,9 +122,9 @@ class PrefixPuller:
         held = self._pool.match(needed, len(needed))  # referenced, so that the prefix is not evicted
         try:
             num_missing = len(needed) - len(held)
-            if wanted.moved is not None and num_missing > self._num_affordable(are_replicas=False):
-                wanted = replace(wanted, moved=None)
-            makes_replicas = wanted.moved is None
+            if wanted.moving_session is not None and num_missing > self._num_affordable(are_replicas=False):
+                wanted = replace(wanted, moving_session=None)
+            makes_replicas = wanted.moving_session is None
             num_missing = min(num_missing, self._num_affordable(are_replicas=makes_replicas))
             if num_missing <= 0:
                 return

@@ -127,7 +127,7 @@ def test_request_without_a_session_returns_if_another_uses_its_content() -> None
         before = clock.turn()
         clock.now_s += 3.0
         used = clock.begin()
-        assert used.owner.owner_with(before) is used.shared
+        assert used.owner.owner_with(before, 0) is used.shared
         clock.owners.ended(used)
         for _ in range(3):
             clock.owners.return_rate(before)  # its age is counted while it has content
@@ -141,22 +141,22 @@ def test_shared_content_belongs_to_its_first_block() -> None:
     clock = Clock()
     one, two = clock.begin("one"), clock.begin("two")
     assert one.shared is two.shared
-    assert one.owner.owner_with(None) is one.owner
-    assert one.owner.owner_with(one.owner) is one.owner
-    assert two.owner.owner_with(one.owner) is two.shared
-    assert two.owner.owner_with(one.shared) is two.shared
+    assert one.owner.owner_with(None, 0) is one.owner
+    assert one.owner.owner_with(one.owner, 0) is one.owner
+    assert two.owner.owner_with(one.owner, 0) is two.shared
+    assert two.owner.owner_with(one.shared, 0) is two.shared
 
 
 def test_retention_goes_before_sharing() -> None:
     clock = Clock()
     retaining, other = clock.begin("one", retain_s=10.0), clock.begin("two")
-    assert retaining.owner.owner_with(other.owner) is retaining.owner
-    assert other.owner.owner_with(retaining.owner) is retaining.owner
+    assert retaining.owner.owner_with(other.owner, 0) is retaining.owner
+    assert other.owner.owner_with(retaining.owner, 0) is retaining.owner
     clock.owners.ended(retaining)
     clock.now_s += 9.0
-    assert other.owner.owner_with(retaining.owner) is retaining.owner
+    assert other.owner.owner_with(retaining.owner, 0) is retaining.owner
     clock.now_s += 2.0
-    assert other.owner.owner_with(retaining.owner) is other.shared
+    assert other.owner.owner_with(retaining.owner, 0) is other.shared
 
 
 def test_retention_ends_with_its_time_or_with_zero() -> None:

@@ -139,6 +139,15 @@ def test_order_equals_a_naive_order(seed: int, kept_copies: int | None) -> None:
         rig.check()
 
 
+def test_content_that_is_not_expected_again_is_not_copied() -> None:
+    rig = Rig(1)
+    gone, expected = rig.owners[:2]
+    rig.rates[id(gone)] = [0.0] * (NUM_BINS + 1)
+    for block_id in range(6):
+        rig.order.put(block_id, ContentUse(gone if block_id < 3 else expected, block_id % 3))
+    assert sorted(rig.order.first_without_copy(6, -1.0)) == [3, 4, 5]
+
+
 def test_outdated_entries_take_bounded_memory() -> None:
     rig = Rig(1)
     for block_id in range(20):
