@@ -97,7 +97,7 @@ def loaded_for(
     return loaded
 
 
-@pytest.fixture(scope="module", params=["torch", "auto"])
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.long), "auto"])
 def kernels(request: pytest.FixtureRequest) -> str:
     """Return the kernels setting: torch, and the fastest backend available. Without a compiler, both are the
     same."""

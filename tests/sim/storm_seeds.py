@@ -8,7 +8,7 @@ from tests.scale import sized
 
 ROOT = Path(__file__).parents[2]
 PINNED = Path(__file__).with_name("pinned_seeds.txt")
-NUM_SEEDS = sized(8, 120)
+NUM_SEEDS = sized(6, 120)
 """Number of fixed seeds, and of drawn ones."""
 
 

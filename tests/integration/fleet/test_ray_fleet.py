@@ -104,6 +104,7 @@ async def test_next_driver_adopts_a_running_worker_unchanged(ray_address: str, t
         assert new.pid != placed.pid
 
 
+@pytest.mark.long  # `make test` covers failed starts by test_up.py
 async def test_worker_that_cannot_load_is_removed_before_the_next_attempt(ray_address: str, tmp_path: Path) -> None:
     import ray  # not at module level: it reads environment variables that `ray_address` sets
 

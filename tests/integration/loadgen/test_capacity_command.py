@@ -183,6 +183,7 @@ def test_two_searches_of_one_server_have_overlapping_intervals(server: str, sear
     assert other_high < 4 * other_low
 
 
+@pytest.mark.long
 def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> None:
     """The second server cannot start, which must not affect the first point."""
     out = tmp_path / "sweep"

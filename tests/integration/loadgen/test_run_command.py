@@ -149,7 +149,7 @@ def test_ctrl_c_keeps_results(server: str, tmp_path: Path) -> None:
     assert "INTERRUPTED" in stdout
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_records_are_readable_after_the_main_process_is_killed(server: str, tmp_path: Path, processes: int) -> None:
     out = tmp_path / "result"
     command = [

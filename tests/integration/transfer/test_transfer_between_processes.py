@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(sized(100, 400))]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs NIXL, /dev/shm and /proc, which only Linux has")
 NOTICED_S = 5.0
 """Longest time until a reader has noticed that its owner is dead: the default of `detection_s`."""
-BACKENDS = [pytest.param("nixl", marks=on_linux), "local", pytest.param("collective", marks=pytest.mark.long)]
+NIXL = pytest.param("nixl", marks=on_linux)
+COLLECTIVE = pytest.param("collective", marks=pytest.mark.long)
+BACKENDS = [NIXL, "local", COLLECTIVE]
+FAULT_BACKENDS = [NIXL, pytest.param("local", marks=pytest.mark.long), COLLECTIVE]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
 LONG_LIMITS = {"PEER_TIME_FACTOR": "10"}
@@ -129,7 +132,7 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
 
 
 @pytest.mark.fault("F-2")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FAULT_BACKENDS)
 async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) -> None:
     """A pull from the old epoch of a process restarted on the same address is refused, too."""
     rng = Random(5)
@@ -157,7 +160,7 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
 
 
 @pytest.mark.fault("F-6")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FAULT_BACKENDS)
 async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend: str) -> None:
     rng = Random(6)
     async with peers() as group:
@@ -179,7 +182,7 @@ async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend
 
 
 @pytest.mark.fault("F-3")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FAULT_BACKENDS)
 async def test_owner_paused_for_three_leases_serves_no_stale_block(backend: str) -> None:
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start(backend, "p0", 7), group.start(backend, "d0", 8))

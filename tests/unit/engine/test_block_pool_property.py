@@ -249,7 +249,7 @@ class Pools:
             assert self.here == here
 
 
-@pytest.mark.parametrize("seed", range(sized(20, 1000)))
+@pytest.mark.parametrize("seed", range(sized(10, 1000)))
 def test_pool_equals_naive_pool(seed: int) -> None:
     pools = Pools(seed)
     for _ in range(300):

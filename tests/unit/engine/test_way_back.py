@@ -34,7 +34,7 @@ def test_the_faster_way_is_chosen(
     assert choose_way_back(compute_s=compute_s, store_s=store_s, load_s=load_s).way is way
 
 
-@pytest.mark.parametrize("seed", range(sized(60, 800)))
+@pytest.mark.parametrize("seed", range(sized(30, 800)))
 def test_a_chosen_reload_is_never_the_slower_way_and_pays_later(seed: int) -> None:
     rng = Random(seed)
     compute_s, store_s, load_s = (10 ** rng.uniform(-5, 1) for _ in range(3))
@@ -215,7 +215,7 @@ def lived_world(seed: int) -> TieredWorld:
     return world
 
 
-@pytest.mark.parametrize("seed", range(sized(20, 400)))
+@pytest.mark.parametrize("seed", range(sized(10, 400)))
 def test_every_token_is_correct_with_reloads_of_preempted_sequences(seed: int) -> None:
     world = lived_world(seed)
     world.come_to_an_end(max_steps=3000)

@@ -101,7 +101,7 @@ def test_no_corruption_is_used_and_each_is_counted(
     pristine, older = images
     path = tmp_path / "kv-0.baton"
     num_detected = 0
-    for seed in range(sized(100, 1_600)):
+    for seed in range(sized(50, 1_600)):
         rng, image = Random(f"{corrupt.__name__}-{seed}"), bytearray(pristine)
         corrupt(rng, image, older)
         path.write_bytes(image)
@@ -132,7 +132,7 @@ def test_a_write_that_ends_at_any_byte_leaves_whole_blocks_only(tmp_path: Path) 
     first.close()
     pristine = image_of(first.path)
     num_partial = 0
-    for seed in range(sized(60, 1_000)):
+    for seed in range(sized(30, 1_000)):
         rng = Random(f"kill-{seed}")
         first.path.write_bytes(pristine)
         slots = rng.sample(range(NUM_SLOTS), rng.randint(1, 4))

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from baton.core.kv.block_hash import BlockHash
-from baton.core.request import SessionHints
+from baton.core.request import SessionHints, SessionKey
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.tiers.copy_out import CopyOut
@@ -128,3 +129,14 @@ async def test_blocks_wait_if_no_slot_is_idle() -> None:
     rig.num_calls = 0
     await rig.copy()
     assert rig.num_calls < 5
+
+
+@pytest.mark.parametrize("moved", [1, 2])
+async def test_second_copies_of_a_session_that_has_moved_are_displaced_first(moved: int) -> None:
+    rig = Rig()
+    chains = {session: rig.use(session, 3) for session in (1, 2)}
+    await rig.copy()
+    rig.retention.owners.moved(SessionKey("t", str(moved)), 3)
+    assert rig.retention.host is not None
+    displaced = [rig.tier.slots.hash_of(slot) for slot in rig.retention.host.first(6)]
+    assert set(displaced[:3]) == set(chains[moved])

@@ -22,7 +22,7 @@ from tests.unit.worker.harness import Gateway, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
 from tests.unit.worker.prefix_trio import BLOCK_BYTES
 
-SEEDS = sized(16, 400)
+SEEDS = sized(10, 400)
 REQUESTS = 24
 FAULTS_S = 1.5
 STUCK_S = 5.0

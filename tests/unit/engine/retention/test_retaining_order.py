@@ -124,7 +124,7 @@ def test_ends_of_retention_take_bounded_memory() -> None:
     assert len(rig.order._ends) < 100
 
 
-@pytest.mark.parametrize("seed", range(sized(20, 500)))
+@pytest.mark.parametrize("seed", range(sized(10, 500)))
 @pytest.mark.parametrize("by_value", [False, True])
 def test_pool_loses_no_block_and_keeps_budgets(seed: int, by_value: bool) -> None:
     """Random turns of sessions of two tenants on a pool, with prefixes that they share."""
@@ -176,7 +176,7 @@ def _find(pool: BlockPool, block_hash: bytes, contents: dict[bytes, int]) -> boo
     return pool.hash_of(contents[block_hash]) == block_hash
 
 
-@pytest.mark.parametrize("seed", range(sized(20, 500)))
+@pytest.mark.parametrize("seed", range(sized(10, 500)))
 def test_slots_lose_no_slot_and_keep_budgets(seed: int) -> None:
     rng = Random(seed)
     rig = Rig(size=rng.randint(1, 12), budget=rng.randint(0, 4), by_value=True)
