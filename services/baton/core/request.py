@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -128,6 +128,15 @@ class SessionHints:
     def key(self) -> SessionKey | None:
         """The session; None if the client has named none."""
         return SessionKey(self.tenant, self.session) if self.session else None
+
+    def before_end(self, rest_s: float) -> "SessionHints":
+        """Return the hints for a worker that is done `rest_s` seconds before the answer ends."""
+        retain_s, next_in_s = self.retain_s, self.next_in_s
+        return replace(
+            self,
+            retain_s=retain_s + rest_s if retain_s else retain_s,
+            next_in_s=None if next_in_s is None else next_in_s + rest_s,
+        )
 
 
 NO_HINTS = SessionHints()

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import PrefixSource
-from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
+from baton.core.request import NO_SLO, GenerateRequest, Sampling, SessionHints, Slo
 from baton.gateway.request.attempt import Attempt
 from tests import builders
 
@@ -42,6 +42,23 @@ def test_job_that_computes_the_prompt_gets_the_prefix_source(
     }
     assert sources.pop(computes) == SOURCE
     assert set(sources.values()) <= {None}
+
+
+@pytest.mark.parametrize(
+    ("hints", "of_prefill"),
+    [
+        (SessionHints(retain_s=60.0, next_in_s=30.0), SessionHints(retain_s=62.5, next_in_s=32.5)),
+        (SessionHints(retain_s=0.0), SessionHints(retain_s=0.0)),
+        (SessionHints(), SessionHints()),
+    ],
+)
+def test_hints_of_a_prefill_job_count_the_predicted_rest_of_the_answer(
+    hints: SessionHints, of_prefill: SessionHints
+) -> None:
+    placement = builders.placement("p", "d", answer_s=2.5)
+    asked = replace(request(), retain_s=hints.retain_s, next_in_s=hints.next_in_s)
+    jobs = Attempt(request=asked, number=0).jobs(placement, now_s=0.0)
+    assert [job.hints for job in jobs if job is not None] == [of_prefill, hints]
 
 
 @pytest.mark.parametrize(("slo", "tpot_slo_s"), [(Slo(ttft_s=1.0, tpot_s=0.05), 0.05), (Slo(ttft_s=1.0), 0.0)])

@@ -15,7 +15,7 @@ from baton.worker.tiers import copy_out
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.builders import windowed_layout
 from tests.unit.worker.harness import BLOCK, Cluster, cluster, expected_tokens
-from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job
+from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job, prefill_job
 from tests.unit.worker.virtual_loop import virtual
 
 NUM_TOKENS, NUM_BLOCKS = 82, 20
@@ -115,6 +115,20 @@ async def test_announced_turn_finds_its_prefix_on_the_device(tier: dict[str, Any
         assert NO_HASH not in {one.worker.pool.tenant_of(each) for each in one.worker.pool.hashes()}
         assert await one.send(0, session="s") == {Tier.DEVICE.value: NUM_BLOCKS * BLOCK}
         assert one.worker.kv.reloads.totals.reloads == before
+        await simulated.until_clean()
+
+
+@virtual
+async def test_prefill_worker_expects_the_announced_turn_too() -> None:
+    async with cluster() as simulated:
+        one = await client(simulated, host_kv_memory=4 * MIB, kv_retain_memory=4 * MIB)
+        job = prefill_job(NUM_TOKENS, request=b"announced", hints=SessionHints(session="s", next_in_s=30.0))
+        one.gateway.send(job)
+        await asyncio.sleep(0.1)
+        await one.flood()
+        assert len(one.worker.kv.prefetches) == 1
+        await asyncio.sleep(27.8)
+        assert one.worker.kv.prefetches.totals.started == 1
         await simulated.until_clean()
 
 

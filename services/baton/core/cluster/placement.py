@@ -62,6 +62,7 @@ class Placement:
     decode: None if the first token is the last one.
     prefix_source: a third worker whose cached prefix is pulled before prefill.
     queue_s ... tpot_s: predicted seconds; None if the policy predicts none.
+    answer_s: predicted seconds from the first token to the last; None if the policy predicts none.
     waiting_s: measured time that the request waited at the scheduler.
     """
 
@@ -77,6 +78,7 @@ class Placement:
     transfer_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    answer_s: float | None = None
     prefill_overlap_blocks: int = 0
     decode_overlap_blocks: int = 0
     waiting_s: float = 0.0

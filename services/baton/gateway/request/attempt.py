@@ -95,12 +95,18 @@ class Attempt:
             "ttft_slo_s": (request.slo.ttft_s or 0.0) if awaits_first_token else 0.0,
             "tpot_slo_s": request.slo.tpot_s or 0.0,
             "waited_s": max(0.0, now_s - request.received_s) if awaits_first_token else 0.0,
-            "hints": request.hints,
         }
         source = placement.prefix_source  # goes to the worker that computes the prompt
         return (
-            PrefillJob(**common, reader=decode, prefix_source=source) if prefill is not None else None,
-            DecodeJob(**common, owner=prefill, prefix_source=None if prefill else source)
+            PrefillJob(
+                **common,
+                hints=request.hints.before_end(placement.answer_s or 0.0),
+                reader=decode,
+                prefix_source=source,
+            )
+            if prefill is not None
+            else None,
+            DecodeJob(**common, hints=request.hints, owner=prefill, prefix_source=None if prefill else source)
             if decode is not None
             else None,
         )

@@ -262,8 +262,10 @@ def _prediction(
     of_decode: dict[str, float] = {}
     if decode is not None:
         row = w.row(decode)
+        gap_s = tpot_s(row, prompt, ttft_s)
         of_decode = {
-            "tpot_s": tpot_s(row, prompt, ttft_s),
+            "tpot_s": gap_s,
+            "answer_s": gap_s * expected_output_tokens(row, prompt),
             "tpot_now_s": tpot_now_s(row, prompt),
             "idle_tpot_s": idle_tpot_s(row, prompt) / row.reported.tokens_per_step,
             "decode_drain_s": row.derived.decode_drain_s,

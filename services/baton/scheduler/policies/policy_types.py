@@ -35,6 +35,7 @@ class Prediction:
     transfer_s: time between the first token and the last KV block at the decode worker.
     tpot_s: once the prompt is computed. tpot_now_s: if it were computed already.
     least_queue_s: shortest queue of all candidates.
+    answer_s: time from the first token to the last.
     idle_tpot_s: TPOT without other sequences, with as many tokens a step from drafts as now.
     decode_drain_s: time in which all but 1/e of the other sequences end.
 
@@ -49,6 +50,7 @@ class Prediction:
     least_queue_s: float
     tpot_s: float | None = None
     tpot_now_s: float | None = None
+    answer_s: float | None = None
     idle_tpot_s: float = 0.0
     decode_drain_s: float = 0.0
 
@@ -91,6 +93,7 @@ class Choice:
             transfer_s=p.transfer_s if p else None,
             ttft_s=p.ttft_s if p else None,
             tpot_s=p.tpot_s if p else None,
+            answer_s=p.answer_s if p else None,
             prefill_overlap_blocks=self.prefill_overlap_blocks,
             decode_overlap_blocks=self.decode_overlap_blocks,
         )

@@ -118,7 +118,7 @@ class StillWaiting(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decision_id", "scheduler_id", "policy", "prefill", "decode", "prefix_source", "queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "ttft_s", "tpot_s", "prefill_overlap_blocks", "decode_overlap_blocks", "waiting_s")
+    __slots__ = ("decision_id", "scheduler_id", "policy", "prefill", "decode", "prefix_source", "queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "ttft_s", "tpot_s", "prefill_overlap_blocks", "decode_overlap_blocks", "waiting_s", "answer_s")
     DECISION_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Placement(_message.Message):
     PREFILL_OVERLAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OVERLAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WAITING_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     scheduler_id: str
     policy: str
@@ -149,7 +150,8 @@ class Placement(_message.Message):
     prefill_overlap_blocks: int
     decode_overlap_blocks: int
     waiting_s: float
-    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefix_pull_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., prefill_overlap_blocks: _Optional[int] = ..., decode_overlap_blocks: _Optional[int] = ..., waiting_s: _Optional[float] = ...) -> None: ...
+    answer_s: float
+    def __init__(self, decision_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., policy: _Optional[str] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., prefix_source: _Optional[_Union[_common_pb2.PrefixSource, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefix_pull_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., prefill_overlap_blocks: _Optional[int] = ..., decode_overlap_blocks: _Optional[int] = ..., waiting_s: _Optional[float] = ..., answer_s: _Optional[float] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("reason", "message", "retry_after_s", "term", "predicted_s", "limit_s")

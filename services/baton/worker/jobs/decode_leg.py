@@ -37,11 +37,6 @@ class DecodeLeg(Leg):
     def _timeline(self, decode_s: float) -> LegTimeline:
         """Return the timeline of this leg, which has generated for `decode_s` seconds."""
 
-    def left(self) -> None:
-        super().left()
-        if self._parts.prefetches is not None:
-            self._parts.prefetches.expect(self._owned)
-
     def _ends_sample(self, output: SequenceOutput) -> bool:
         return output.finish is not None
 

@@ -185,6 +185,8 @@ class Leg(ABC):
     def left(self) -> None:
         """Record that the job has ended and has left its content. Called once."""
         self._parts.owners.ended(self._owned)
+        if self._parts.prefetches is not None:
+            self._parts.prefetches.expect(self._owned)
 
     async def _prepare_rules(self) -> None:
         """Compile the request's grammar and replay its output tokens, so that no step does it.
