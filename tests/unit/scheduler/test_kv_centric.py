@@ -73,6 +73,12 @@ def test_some_joining_sequences_end_before_prefill_does() -> None:
     assert got.tpot_s == pytest.approx(COSTS.decode_step_s(seqs + 1, 500 * seqs + LONG))
 
 
+@pytest.mark.parametrize(("mean", "num_tokens"), [(20.0, 20), (2000.0, 100)])
+def test_answer_is_predicted_to_be_as_long_as_others_if_the_request_allows_it(mean: float, num_tokens: int) -> None:
+    got = predicted(chosen(seen(measured("p", "prefill"), busy(mean_output_tokens=mean))))
+    assert got.answer_s == pytest.approx(num_tokens * (got.tpot_s or 0))
+
+
 # who prefills
 
 
