@@ -10,7 +10,7 @@ from baton.engine.tiers.kv_tier import BlockToStore
 from baton.sim import virtual_time
 from baton.sim.sim_disk import READ_LATENCY_S, SimDisk
 from baton.sim.sim_memory import SimMemory
-from baton.sim.sim_tier import REUSED, SimTierMemory
+from baton.sim.sim_tier import REUSED, SimCopyRunner, SimTierMemory
 from baton.worker.disk.disk_format import DiskDefect
 from baton.worker.tiers.disk_tier import DiskTier
 
@@ -89,3 +89,13 @@ def test_a_slot_that_is_reused_under_a_reload_is_refused_by_its_generation() -> 
         assert memory.memory.block(1) == filled().block(1)
 
     virtual_time.run(main())
+
+
+def test_copies_take_times_that_deviate_by_at_most_their_share() -> None:
+    async def main() -> list[float]:
+        runner = SimCopyRunner(1e6, deviation=0.3)
+        return [await runner.run(lambda: None, 1000) for _ in range(100)]
+
+    times_s = virtual_time.run(main())
+    assert 0.7e-3 <= min(times_s) < 0.75e-3
+    assert 1.25e-3 < max(times_s) <= 1.3e-3

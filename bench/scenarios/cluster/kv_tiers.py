@@ -1,17 +1,17 @@
 """Simulates a working set that exceeds device memory, with and without slower tiers.
 
 python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FILE] [--seconds 300]
-[--ratio 1.3] [--gain 8] [--cells none,host,host_blind,host_disk] [--seeds 1,2,3] [--json]
+[--ratio 1.3] [--gain 8] [--cells none,host,host_blind,host_small,host_disk] [--seeds 1,2,3] [--json]
 
 The cluster is simulated (`baton.sim`), with 2 prefill and 2 decode workers. Gateway, scheduler and workers
 are real; devices, links, copies and disks take virtual time. The true costs of steps deviate by 30 % from the
-model that policies predict with, and each step deviates at random by as much. The working set is `--ratio`
+model that policies predict with, and each step and each copy deviates at random by as much. The working set is `--ratio`
 times the memory of all devices. A block is reloaded from host memory `--gain` times faster than it is
 computed; from a disk, that takes four times as long.
 
 none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to GPU
-  memory in servers. host_blind: the same, placed without knowledge of slower tiers. host_disk: a host tier of
-  the size of the device, and a disk tier of four times that size.
+  memory in servers. host_blind: the same, placed without knowledge of slower tiers. host_small: a host
+  tier of the size of the device. host_disk: the same, and a disk tier of four times that size.
 sessions: conversations whose turns follow each other. trace: a conversation trace in Mooncake's format, with
   lengths divided by 32. no_reuse: prompts that share nothing. documents: one question each about a long
   document that another prompt had before.
@@ -33,7 +33,15 @@ from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from bench.support.sessions.reload_ratios import deciles
 from bench.support.sessions.session_plans import VOCABULARY, planned_times_s, session_plan, working_set_tokens
-from bench.support.sessions.session_sim import BLOCK_SIZE_TOKENS, DISK_GAIN, RELOAD_GAIN, Played, SimTiers, play
+from bench.support.sessions.session_sim import (
+    BLOCK_SIZE_TOKENS,
+    DEVIATION,
+    DISK_GAIN,
+    RELOAD_GAIN,
+    Played,
+    SimTiers,
+    play,
+)
 from loadgen.plan import draws
 from loadgen.plan.arrivals import poisson
 from loadgen.plan.plan import Generated, Plan, PlannedRequest
@@ -45,7 +53,7 @@ PAIRS = 2
 SESSIONS_RPS, PROMPTS_RPS = 1.4, 6.0
 DOCUMENT_TOKENS, QUESTION_TOKENS, OUTPUT_TOKENS = 800, 32, 8
 LOADS = ("sessions", "trace", "no_reuse", "documents")
-CELLS = ("none", "host", "host_blind", "host_disk")
+CELLS = ("none", "host", "host_blind", "host_small", "host_disk")
 LARGE_TIER = 4
 """Size of the host tier, or of the disk tier below a smaller host tier, over the device's."""
 
@@ -128,9 +136,11 @@ def working_set(plan: Plan, seconds: float) -> float:
 def tiers_of(cell: str, device_blocks: int, gain: float) -> SimTiers:
     """Return the tiers of a cell. `gain`: that of reloads from host memory."""
     tiers = SimTiers(workers=0, pairs=PAIRS, device_blocks=device_blocks, host_blocks=0)
-    tiers = replace(tiers, reload_gain=gain, disk_gain=gain * DISK_GAIN / RELOAD_GAIN)
-    if cell == "host_disk":
-        return replace(tiers, host_blocks=device_blocks, disk_blocks=LARGE_TIER * device_blocks)
+    tiers = replace(tiers, reload_gain=gain, disk_gain=gain * DISK_GAIN / RELOAD_GAIN, copy_deviation=DEVIATION)
+    if cell in ("host_small", "host_disk"):
+        return replace(
+            tiers, host_blocks=device_blocks, disk_blocks=LARGE_TIER * device_blocks if cell == "host_disk" else 0
+        )
     if cell == "none":
         return tiers
     policy = "bench.scenarios.cluster.kv_tiers:place_tier_blind" if cell == "host_blind" else tiers.policy

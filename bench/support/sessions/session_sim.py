@@ -58,6 +58,7 @@ class SimTiers:
     policy: as in `--policy`.
     reload_gain, disk_gain: how many times faster a block is reloaded from host memory, and from a disk, than
         it is computed.
+    copy_deviation: share by which the time of a copy, a read or a write differs from that, at random and at most.
     """
 
     workers: int
@@ -69,6 +70,7 @@ class SimTiers:
     policy: str = "kv_centric"
     reload_gain: float = RELOAD_GAIN
     disk_gain: float = DISK_GAIN
+    copy_deviation: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +130,7 @@ class SessionCluster:
             step=cost,
             copy_bytes_per_s=tiers.reload_gain * BLOCK_BYTES / block_s,
             disk_bytes_per_s=tiers.disk_gain * BLOCK_BYTES / block_s,
+            copy_deviation=tiers.copy_deviation,
         )
         self.cluster = SimCluster(config, model, seed)
 

@@ -63,6 +63,7 @@ class SimModel:
     windows: number of tokens that each group of its layers sees, 0 for all. num_blocks: over all groups.
     draft: step cost of a draft model, which knows no rules; None: there is none.
     copy_bytes_per_s, disk_bytes_per_s: speed of copies between the device and the host tier, and of disks.
+    copy_deviation: share by which each of them takes longer or shorter, at random and at most.
     has_fixed_addresses: a process that is started again has the address of its predecessor.
     two_sided: owners of KV take part in reads of it.
     """
@@ -76,6 +77,7 @@ class SimModel:
     link: LinkModel = field(default_factory=LinkModel)
     copy_bytes_per_s: float = COPY_BYTES_PER_S
     disk_bytes_per_s: float = DISK_BYTES_PER_S
+    copy_deviation: float = 0.0
     delays: Delays = field(default_factory=Delays)
     clocks: ClockModel = field(default_factory=ClockModel)
     has_fixed_addresses: bool = False
@@ -227,7 +229,7 @@ class SimCluster(InProcessCluster):
         if num_disk_slots and worker.worker_id not in self.disks:
             seed = self._disk_rng.getrandbits(64)
             self.disks[worker.worker_id] = SimDisk(
-                num_disk_slots, config.block_size_tokens, seed, model.disk_bytes_per_s
+                num_disk_slots, config.block_size_tokens, seed, model.disk_bytes_per_s, model.copy_deviation
             )
         disk = self.disks.get(worker.worker_id)
         if tier is not None:
@@ -268,8 +270,10 @@ class SimCluster(InProcessCluster):
         )
 
     def _open_host_tier(self, tier: SimTierMemory, worker: WorkerRef, device: SimMemory) -> HostTier:
-        fabric, speed = self.fabric, self.model.copy_bytes_per_s
-        return tier.open(worker, device, self.layout.block_bytes, speed, fabric.draws_reuse)
+        model, block_bytes = self.model, self.layout.block_bytes
+        return tier.open(
+            worker, device, block_bytes, model.copy_bytes_per_s, model.copy_deviation, self.fabric.draws_reuse
+        )
 
     def _draft_device(self, worker_id: str, engine_config: EngineConfig) -> DraftDevice | None:
         """Return a draft model that draws what the model draws without rules; None if there is none."""

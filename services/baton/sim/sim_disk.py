@@ -18,7 +18,7 @@ from baton.core.kv.block_hash import BlockHash
 from baton.sim.sim_file import OpenSimFile, SimFile
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_streams import NETWORK
-from baton.sim.sim_tier import SimCopyRunner
+from baton.sim.sim_tier import SimCopyRunner, varied
 from baton.transfer.backends.host_memory import Bytes
 from baton.worker.disk.block_file import BlockFile
 from baton.worker.disk.disk_format import PAGE_BYTES, DiskDefect, FileShape, encode_superblock, read_superblock
@@ -44,8 +44,14 @@ class SimDisk:
     """
 
     def __init__(
-        self, num_slots: int, block_size_tokens: int, seed: int = 0, bytes_per_s: float = DISK_BYTES_PER_S
+        self,
+        num_slots: int,
+        block_size_tokens: int,
+        seed: int = 0,
+        bytes_per_s: float = DISK_BYTES_PER_S,
+        deviation: float = 0.0,
     ) -> None:
+        """deviation: share by which a read or write takes longer or shorter, at random and at most"""
         shape = FileShape(
             num_slots=num_slots,
             block_bytes=SLOT_BYTES * block_size_tokens,
@@ -53,7 +59,7 @@ class SimDisk:
             model=b"simulated model.",
         )
         self.file = SimFile(shape)
-        self.latency_s, self.bytes_per_s = READ_LATENCY_S, bytes_per_s
+        self.latency_s, self.bytes_per_s, self.deviation = READ_LATENCY_S, bytes_per_s, deviation
         self.write_begun = asyncio.Event()
         self.store: AuditedBlockFile | None = None
         self._rng = Random(seed)
@@ -180,10 +186,11 @@ class _SimDiskRunner:
         self._disk, self._file = disk, file
         self._readers, self._writer = asyncio.Semaphore(NUM_READERS), asyncio.Lock()
         self._writing: Callable[[], object] | None = None
+        self._rng = Random(0)
 
     async def read(self, job: Callable[[], ResultT], num_bytes: int) -> ResultT:
         async with self._readers:
-            return await _after(self._disk.latency_s + num_bytes * NUM_READERS / self._disk.bytes_per_s, job)
+            return await _after(self._disk.latency_s + self._bytes_s(num_bytes * NUM_READERS), job)
 
     async def write(self, job: Callable[[], ResultT], num_bytes: int) -> ResultT:
         async with self._writer:
@@ -191,7 +198,7 @@ class _SimDiskRunner:
             if num_bytes:
                 self._disk.write_begun.set()
             try:
-                return await _after(READ_LATENCY_S + num_bytes / self._disk.bytes_per_s, job)
+                return await _after(READ_LATENCY_S + self._bytes_s(num_bytes), job)
             finally:
                 self._writing = None
 
@@ -202,6 +209,9 @@ class _SimDiskRunner:
             with suppress(OSError):  # the disk is full
                 self._writing()
         self._file.end_after(0)
+
+    def _bytes_s(self, num_bytes: int) -> float:
+        return varied(num_bytes / self._disk.bytes_per_s, self._disk.deviation, self._rng)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""

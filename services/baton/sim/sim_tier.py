@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from baton.core.ids import WorkerRef
 from baton.sim.sim_memory import SimMemory
@@ -37,11 +38,12 @@ class SimTierMemory:
         device: SimMemory,
         block_bytes: int,
         copy_bytes_per_s: float = COPY_BYTES_PER_S,
+        copy_deviation: float = 0.0,
         is_reused: Callable[[], bool] = lambda: False,
     ) -> HostTier:
         """Return the tier of a worker whose blocks are in `device`.
 
-        is_reused: see `SimCopies`.
+        copy_deviation: see `SimCopyRunner`. is_reused: see `SimCopies`.
         """
         return HostTier(
             shares_cores=False,
@@ -50,7 +52,7 @@ class SimTierMemory:
             block_bytes=block_bytes,
             generations=self.generations,
             copies=SimCopies(device, self.memory, self.generations, is_reused),
-            runner=SimCopyRunner(copy_bytes_per_s),
+            runner=SimCopyRunner(copy_bytes_per_s, copy_deviation),
         )
 
 
@@ -90,18 +92,24 @@ class SimCopyRunner:
     It goes on while the process of the worker is paused, as its device does.
     """
 
-    def __init__(self, bytes_per_s: float = COPY_BYTES_PER_S) -> None:
-        self._bytes_per_s = bytes_per_s
+    def __init__(self, bytes_per_s: float = COPY_BYTES_PER_S, deviation: float = 0.0) -> None:
+        """deviation: share by which the time of a copy is longer or shorter, at random and at most"""
+        self._bytes_per_s, self._deviation, self._rng = bytes_per_s, deviation, Random(0)
         self._turn = asyncio.Lock()
 
     async def run(self, copy: Callable[[], None], num_bytes: int) -> float:
         async with self._turn:
-            took_s = num_bytes / self._bytes_per_s
+            took_s = varied(num_bytes / self._bytes_per_s, self._deviation, self._rng)
             await asyncio.get_running_loop().create_task(_after(took_s, copy), context=NETWORK.copy())
             return took_s
 
     def close(self) -> None:
         """Do nothing: there is no thread."""
+
+
+def varied(time_s: float, deviation: float, rng: Random) -> float:
+    """Return a time that is longer or shorter at random, by at most this share."""
+    return time_s * rng.uniform(1 - deviation, 1 + deviation) if deviation else time_s
 
 
 async def _after(delay_s: float, copy: Callable[[], None]) -> None:
