@@ -1,12 +1,14 @@
-"""Measures the startup time and the TTFT of the first request after a restart against the tenth.
+"""Measures startup time, memory, and the TTFT of the first request after a restart against the tenth.
 
 python -m bench restart --out DIR [--models demo,tiny-42m,qwen3-0.6b] [--weights auto|int8|int4] [--repeats 5]
+[--system 'Baton 1 hybrid' | 'Baton 1P+1D']
 
-Each repeat starts `baton up` with one hybrid worker on both cores. Compiled kernels, packed weights and step
+Each repeat starts `baton up` with one hybrid worker on both cores, or one worker of each role. Compiled kernels, packed weights and step
 costs are kept from an earlier start, which is not counted. Then ten requests run one after the other with a
 short pause, each with a new prompt of 512 tokens. Startup is the time from the command until the cluster is
 ready. All loading, compiling, verifying and measuring therefore counts either as startup or in the first
-request. "Beyond Ray" is the startup without the phase in which `baton up` starts Ray.
+request. "Beyond Ray" is the startup without the phase in which `baton up` starts Ray. "Memory" is that of all
+processes of the cluster after the requests; pages that several of them share count once (PSS).
 """
 
 import argparse
@@ -14,16 +16,20 @@ import random
 import re
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from bench.scenarios.cluster.goodput import model_directory
 from bench.support.engine.engine_prompts import REST_S, random_prompts
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import ServedEngine, vocabulary
-from bench.systems.serving_systems import SYSTEMS, SystemSetting
+from bench.systems.serving_systems import SYSTEMS, ServingSystem, SystemSetting
 
-BOTH_CORES = next(system for system in SYSTEMS if system.name == "Baton 1 hybrid")
+BATON = {system.name: system for system in SYSTEMS if system.name in ("Baton 1 hybrid", "Baton 1P+1D")}
+BOTH_CORES = "Baton 1 hybrid"
 MODELS = "demo,tiny-42m,qwen3-0.6b"
 NUM_REQUESTS = 10
 PROMPT_TOKENS = 512
@@ -46,26 +52,37 @@ def beyond_ray_s(start_s: float, output: str) -> float:
     return start_s - phases[RAY_PHASE]
 
 
-def one_start(setting: SystemSetting, seed: int) -> dict[str, float]:
+def memory_bytes() -> int:
+    """Return the memory of all child processes. Each has its share of pages that several of them map."""
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            total += process.memory_full_info().pss
+    return total
+
+
+def one_start(system: ServingSystem, setting: SystemSetting, seed: int) -> dict[str, float]:
     """Start the cluster once and return seconds: startup with and without Ray's, and TTFT of two requests.
 
-    `median_s` is the median TTFT of all requests but the first.
+    `median_s` is the median TTFT of all requests but the first. `memory_bytes` is in bytes.
     """
     rng, size = random.Random(seed), vocabulary(setting.model)
     began_s = time.perf_counter()
-    with BOTH_CORES.run(setting) as url:
+    with system.run(setting) as url:
         start_s, ask = time.perf_counter() - began_s, ServedEngine(url)
         (log,) = setting.logs.glob("baton-*.log")
         ttfts_s = []
         for _ in range(NUM_REQUESTS):
             time.sleep(REST_S)
             ttfts_s.append(ask(random_prompts(1, PROMPT_TOKENS, size, rng), 2)[0][0])
+        used_bytes = memory_bytes()
     return {
         "start_s": start_s,
         "beyond_ray_s": beyond_ray_s(start_s, log.read_text(errors="replace")),
         "first_s": ttfts_s[0],
         "tenth_s": ttfts_s[-1],
         "median_s": statistics.median(ttfts_s[1:]),
+        "memory_bytes": used_bytes,
     }
 
 
@@ -75,6 +92,7 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS, help=f"comma-separated ({MODELS})")
     parser.add_argument("--weights", default="auto", choices=("auto", "int8", "int4"), help="format of weights (auto)")
     parser.add_argument("--repeats", type=int, default=5, help="counted starts per model (5)")
+    parser.add_argument("--system", default=BOTH_CORES, choices=BATON, help=f"({BOTH_CORES})")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     saved = SavedFigures(arguments.out / "restart.json")
@@ -82,8 +100,9 @@ def main() -> None:
     rows = []
     for model in arguments.models.split(","):
         directory = model_directory(model, arguments.out)
-        name = model if arguments.weights == "auto" else f"{model}, {arguments.weights}"
-        logs = arguments.out / "logs" / name.replace(", ", "-")
+        parts = [model, *([] if arguments.weights == "auto" else [arguments.weights])]
+        name = ", ".join(parts if arguments.system == BOTH_CORES else [*parts, arguments.system])
+        logs = arguments.out / "logs" / name.replace(", ", "-").replace(" ", "-")
         logs.mkdir(parents=True, exist_ok=True)
         setting = SystemSetting(
             model=directory,
@@ -96,9 +115,9 @@ def main() -> None:
         )
         found = saved.get(name, [])
         if len(found) < arguments.repeats:
-            one_start(setting, 0)
+            one_start(BATON[arguments.system], setting, 0)
         while len(found) < arguments.repeats:
-            found.append(one_start(setting, 1 + len(found)))
+            found.append(one_start(BATON[arguments.system], setting, 1 + len(found)))
             saved[name] = found
         medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
         ratios = sorted(each["first_s"] / each["tenth_s"] for each in found)
@@ -109,6 +128,7 @@ def main() -> None:
                 f"{medians['beyond_ray_s']:.1f} s",
                 *(f"{medians[name] * 1e3:.1f} ms" for name in ("first_s", "tenth_s", "median_s")),
                 f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
+                f"{medians['memory_bytes'] / 2**30:.1f} GiB",
             ]
         )
     print(saved["machine"])
@@ -122,6 +142,7 @@ def main() -> None:
                 "tenth",
                 "median of second to tenth",
                 "first to tenth",
+                "memory",
             ],
             rows,
         )

@@ -6,7 +6,7 @@ import click
 
 from baton.core.errors import BatonError
 
-SHAPES = ("tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-8b", "llama3-8b", "gemma3-270m")
+SHAPES = ("tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "llama3-8b", "gemma3-270m")
 """Keys of `model.loading.model_shapes.SHAPES`, repeated here because importing that module takes seconds."""
 
 

@@ -22,7 +22,7 @@ def test_choices_of_a_setting_are_completed() -> None:
     assert completions("baton up --dtype ") == ["auto", "bfloat16", "float16", "float32"]
     assert completions("baton up --dtype float") == ["float16", "float32"]
     assert completions("baton worker --role p") == ["prefill"]
-    assert completions("baton model init --like qwen") == ["qwen3-0.6b", "qwen3-8b"]
+    assert completions("baton model init --like qwen") == ["qwen3-0.6b", "qwen3-4b", "qwen3-8b"]
 
 
 def test_directory_completion_is_delegated_to_the_shell() -> None:

@@ -42,7 +42,7 @@ def _tiny_moe() -> PreTrainedConfig:
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> PreTrainedConfig:
-    """Source: the configurations of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B."""
+    """Source: the configurations of Qwen/Qwen3-0.6B, Qwen3-4B and Qwen3-8B."""
     return Qwen3Config(
         vocab_size=151_936,
         hidden_size=hidden,
@@ -101,6 +101,7 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "tiny-42m": _tiny_42m,
     "tiny-moe": _tiny_moe,
     "qwen3-0.6b": lambda: _qwen3(1_024, 3_072, 28, 16, True),
+    "qwen3-4b": lambda: _qwen3(2_560, 9_728, 36, 32, True),
     "qwen3-8b": lambda: _qwen3(4_096, 12_288, 36, 32, False),
     "llama3-8b": _llama3_8b,
     "gemma3-270m": _gemma3_270m,
