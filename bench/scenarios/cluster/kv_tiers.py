@@ -5,9 +5,9 @@ python -m bench kv_tiers [--load sessions|trace|no_reuse|documents] [--trace FIL
 
 The cluster is simulated (`baton.sim`), with 2 prefill and 2 decode workers. Gateway, scheduler and workers
 are real; devices, links, copies and disks take virtual time. The true costs of steps deviate by 30 % from the
-model that policies predict with, and each step and each copy deviates at random by as much. The working set is `--ratio`
-times the memory of all devices. A block is reloaded from host memory `--gain` times faster than it is
-computed; from a disk, that takes four times as long.
+model that policies predict with, and each step and each copy deviates at random by as much. The working set
+is `--ratio` times the memory of all devices. A block is reloaded from host memory `--gain` times faster than
+it is computed; from a disk, that takes four times as long.
 
 none: no slower tier. host: a host tier of four times the device's KV memory, about as host memory is to GPU
   memory in servers. host_blind: the same, placed without knowledge of slower tiers. host_small: a host

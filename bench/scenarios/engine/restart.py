@@ -3,12 +3,13 @@
 python -m bench restart --out DIR [--models demo,tiny-42m,qwen3-0.6b] [--weights auto|int8|int4] [--repeats 5]
 [--system 'Baton 1 hybrid' | 'Baton 1P+1D']
 
-Each repeat starts `baton up` with one hybrid worker on both cores, or one worker of each role. Compiled kernels, packed weights and step
-costs are kept from an earlier start, which is not counted. Then ten requests run one after the other with a
-short pause, each with a new prompt of 512 tokens. Startup is the time from the command until the cluster is
-ready. All loading, compiling, verifying and measuring therefore counts either as startup or in the first
-request. "Beyond Ray" is the startup without the phase in which `baton up` starts Ray. "Memory" is that of all
-processes of the cluster after the requests; pages that several of them share count once (PSS).
+Each repeat starts `baton up` with one hybrid worker on both cores, or one worker of each role. Compiled
+kernels, packed weights and step costs are kept from an earlier start, which is not counted. Then ten requests
+run one after the other with a short pause, each with a new prompt of 512 tokens. Startup is the time from the
+command until the cluster is ready. All loading, compiling, verifying and measuring therefore counts either as
+startup or in the first request. "Beyond Ray" is the startup without the phase in which `baton up` starts Ray.
+"Memory" is that of all processes of the cluster after the requests; pages that several of them share count
+once (PSS).
 """
 
 import argparse
@@ -34,6 +35,16 @@ MODELS = "demo,tiny-42m,qwen3-0.6b"
 NUM_REQUESTS = 10
 PROMPT_TOKENS = 512
 RAY_PHASE = "ray"
+HEADINGS = [
+    "model",
+    "until ready",
+    "beyond Ray",
+    "first TTFT",
+    "tenth",
+    "median of second to tenth",
+    "first to tenth",
+    "memory",
+]
 _PHASE_LINE = re.compile(r"^(?P<name>[a-z][\w-]*) .* (?P<seconds>\d+\.\d) s$", re.MULTILINE)
 """A line that `baton up` prints when a phase of the start has ended."""
 
@@ -132,21 +143,7 @@ def main() -> None:
             ]
         )
     print(saved["machine"])
-    print(
-        table(
-            [
-                "model",
-                "until ready",
-                "beyond Ray",
-                "first TTFT",
-                "tenth",
-                "median of second to tenth",
-                "first to tenth",
-                "memory",
-            ],
-            rows,
-        )
-    )
+    print(table(HEADINGS, rows))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ class SimTiers:
     policy: as in `--policy`.
     reload_gain, disk_gain: how many times faster a block is reloaded from host memory, and from a disk, than
         it is computed.
-    copy_deviation: share by which the time of a copy, a read or a write differs from that, at random and at most.
+    copy_deviation: share by which the time of a copy, a read or a write differs from that, at random and at
+        most.
     """
 
     workers: int

@@ -222,7 +222,11 @@ async def flushed(cluster: ProcessCluster) -> None:
 
 
 @pytest.mark.fault("F-27", "F-28", "F-29")
-@pytest.mark.parametrize("fault", [killed, stopped, pytest.param(slow, marks=pytest.mark.long), flushed], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [killed, stopped, pytest.param(slow, marks=pytest.mark.long), flushed],
+    ids=lambda fault: fault.__name__,
+)
 async def test_redis_fault_under_load_fails_no_request(
     cluster: ProcessCluster, fault: Callable[[ProcessCluster], Awaitable[None]]
 ) -> None:
