@@ -123,6 +123,10 @@ class MemoryTier:
     def answers(self) -> bool:
         return True
 
+    @property
+    def store_pause_s(self) -> float:
+        return 0.0
+
     def holds(self, block_hash: BlockHash) -> bool:
         return block_hash in self._content
 

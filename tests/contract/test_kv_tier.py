@@ -97,6 +97,7 @@ async def test_a_failed_copy_stores_and_loads_nothing(device: Device) -> None:
     assert await device.tier.store([block(0, A)]) == 0
     assert not device.tier.holds(A)
     assert device.tier.counts().free == NUM_SLOTS
+    assert device.tier.store_pause_s == 0, "only a disk pauses, after an error of its own"
     device.faults.failing = False
     await stored(device, A)
     device.faults.failing = True

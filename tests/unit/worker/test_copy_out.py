@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -24,17 +25,27 @@ NUM_BLOCKS = 64
 
 
 class TimedTier:
-    """A tier whose copies take `COPY_S`. It records when each one began, and of which block."""
+    """A tier whose copies take `COPY_S`. It records when each one began, and of which block.
+
+    is_full: copies store nothing. resumes_s: when stores resume after a failed one. num_calls: of `store`
+    """
 
     tier = Tier.HOST
 
     def __init__(self) -> None:
         self.is_full = False
+        self.held: set[bytes] = set()
         self.copies: list[tuple[float, int]] = []
         self.stores_busy_s = 0.0
+        self.resumes_s = 0.0
+        self.num_calls = 0
 
-    def holds(self, _block_hash: bytes) -> bool:
-        return False
+    @property
+    def store_pause_s(self) -> float:
+        return max(0.0, self.resumes_s - asyncio.get_running_loop().time())
+
+    def holds(self, block_hash: bytes) -> bool:
+        return block_hash in self.held
 
     load_block_s = COPY_S
 
@@ -42,10 +53,13 @@ class TimedTier:
         return COPY_S * num_blocks
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
-        if self.is_full:
-            return 0
-        self.copies += [(asyncio.get_running_loop().time(), block.block_id) for block in blocks]
+        self.num_calls += 1
+        began_s = asyncio.get_running_loop().time()
         await asyncio.sleep(COPY_S * len(blocks))
+        if self.is_full or self.store_pause_s:
+            return 0
+        self.copies += [(began_s, block.block_id) for block in blocks]
+        self.held |= {block.block_hash for block in blocks}
         self.stores_busy_s += COPY_S * len(blocks)
         return len(blocks)
 
@@ -53,20 +67,25 @@ class TimedTier:
 class Rig:
     """A pool whose blocks become idle, and the copies of them while steps run."""
 
-    def __init__(self, *, is_busy: bool = True) -> None:
+    def __init__(self, *, is_busy: bool = True, num_tiers: int = 1) -> None:
         self.is_busy = is_busy
         self.pool = BlockPool(NUM_BLOCKS, 4, FakeGenerationTable(NUM_BLOCKS))
-        self.tier: Any = TimedTier()
-        self.copy_out = CopyOut(
-            self.pool,
-            self.tier,
-            block_bytes=COPY_BYTES,
-            chunk_tokens=64,
-            costs=lambda: None,
-            pacing=CopyPacing(lambda: self.is_busy),
-        )
+        self.tiers: list[Any] = [TimedTier() for _ in range(num_tiers)]
+        self.tier = self.tiers[0]
+        copies_out = [
+            CopyOut(
+                self.pool,
+                tier,
+                block_bytes=COPY_BYTES,
+                chunk_tokens=64,
+                costs=lambda: None,
+                pacing=CopyPacing(lambda: self.is_busy),
+            )
+            for tier in self.tiers
+        ]
+        self.copy_out = copies_out[0]
         self.block_ids = stored_chain(self.pool, tuple(bytes([n]) * 16 for n in range(1, NUM_BLOCKS + 1)))
-        self._running = asyncio.create_task(self.copy_out.run())
+        self._running = [asyncio.create_task(each.run()) for each in copies_out]
 
     def used_twice(self, block_ids: Sequence[int]) -> None:
         self.pool.count_use(block_ids)
@@ -83,8 +102,9 @@ class Rig:
         return [block_id for _, block_id in self.tier.copies[known:]]
 
     async def end(self) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
 
 @pytest.mark.parametrize(("is_busy", "between_s"), [(True, PAUSE_S + COPY_S), (False, COPY_S)])
@@ -148,4 +168,62 @@ async def test_blocks_that_are_preempted_after_a_failed_copy_are_copied() -> Non
     preempted = rig.block_ids[-3:]
     rig.preempted(preempted)
     assert (await rig.copied_after(4 * COPY_S))[:3] == preempted
+    await rig.end()
+
+
+@virtual
+async def test_blocks_that_were_not_stored_are_copied_in_their_order_after_the_pause() -> None:
+    rig = Rig(is_busy=False)
+    pause_s = 10.0
+    first, second = rig.block_ids[:5], rig.block_ids[5:10]
+    rig.used_twice(first)
+    await asyncio.sleep(COPY_S / 2)  # within the first copy
+    rig.tier.resumes_s = asyncio.get_running_loop().time() + pause_s
+    assert await rig.copied_after(pause_s / 2) == []
+    rig.used_twice(second)
+    assert await rig.copied_after(pause_s / 4) == []
+    assert rig.tier.num_calls == 1, "it waits until the pause is over"
+    assert await rig.copied_after(pause_s) == [*reversed(first), *reversed(second)]
+    assert not rig.pool._copies.copying
+    await rig.end()
+
+
+@virtual
+async def test_a_full_tier_is_tried_with_each_block_that_becomes_idle_and_gets_all_in_order() -> None:
+    rig = Rig(is_busy=False)
+    rig.tier.is_full = True
+    rig.used_twice(rig.block_ids[3::-1])  # released in reverse
+    for block_id in rig.block_ids[4:8]:
+        await asyncio.sleep(1.0)
+        assert rig.tier.num_calls == block_id - rig.block_ids[3]
+        rig.used_twice([block_id])
+    await asyncio.sleep(1.0)
+    rig.tier.is_full = False
+    in_use = rig.block_ids[1:2]
+    rig.pool.ref(in_use)
+    rig.used_twice(rig.block_ids[8:9])
+    assert await rig.copied_after(1.0) == [block_id for block_id in rig.block_ids[:9] if block_id not in in_use]
+    rig.pool.unref(in_use)
+    assert await rig.copied_after(1.0) == in_use
+    await rig.end()
+
+
+@virtual
+async def test_the_copies_to_two_full_tiers_do_not_wake_each_other() -> None:
+    rig = Rig(is_busy=False, num_tiers=2)
+    for tier in rig.tiers:
+        tier.is_full = True
+    rig.used_twice(rig.block_ids[:10])
+    await asyncio.sleep(10.0)
+    assert all(tier.num_calls <= 2 for tier in rig.tiers)
+    await rig.end()
+
+
+@virtual
+async def test_copies_end_when_the_tier_stores_nothing_any_more() -> None:
+    rig = Rig(is_busy=False)
+    rig.tier.resumes_s = inf
+    rig.used_twice(rig.block_ids[:5])
+    await asyncio.sleep(1.0)
+    assert (rig.tier.num_calls, rig.tier.copies) == (0, [])
     await rig.end()

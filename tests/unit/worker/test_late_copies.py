@@ -119,8 +119,9 @@ async def test_least_recently_used_order_copies_all_content_at_once() -> None:
     assert rig.held() & set(second)
 
 
-async def test_blocks_wait_if_no_slot_is_idle() -> None:
-    rig = Rig()
+@pytest.mark.parametrize("policy", ["value", "lru"])
+async def test_blocks_wait_if_no_slot_is_idle(policy: str) -> None:
+    rig = Rig(policy)
     rig.use(1, 8)
     await rig.copy()
     rig.tier.slots.pin(range(6))

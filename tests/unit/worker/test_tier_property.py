@@ -294,17 +294,17 @@ class World:
 
     def export(self) -> None:
         number = self.rng.randrange(len(self.tiers))
-        work = self.store(self.copies_out[number], self.pool, self.tiers[number])
+        work = self.store(self.copies_out[number], self.tiers[number])
         self.storing.append(asyncio.ensure_future(work))
 
     @staticmethod
-    async def store(copy_out: CopyOut, pool: BlockPool, tier: KvTier) -> None:
+    async def store(copy_out: CopyOut, tier: KvTier) -> None:
         """Copy one batch out, as `CopyOut.run` does."""
         batch = copy_out.next_batch()
         try:
             await tier.store(batch)
         finally:
-            pool.end_copy([block.block_id for block in batch])
+            copy_out.end_batch(batch)
 
     def reload(self) -> None:
         if self.rng.random() < 0.5:

@@ -65,6 +65,12 @@ class KvTier(Protocol):
         """False while reads of a disk do not end. Nothing is loaded then, and nothing should be planned."""
         ...
 
+    @property
+    def store_pause_s(self) -> float:
+        """Seconds until the next store may succeed after one that failed: 0 if it may now, infinite if none
+        will. `store` copies nothing meanwhile."""
+        ...
+
     def counts(self) -> TierCounts:
         """Return the number of slots in each state."""
         ...

@@ -3,13 +3,14 @@
 Blocks of preempted sequences come first, then those of a session whose client has announced its next turn,
 then those at their second use, then those that are slow to compute again. Within each group the block that
 became idle first comes first. A tier that should not hold what the device holds gets the last two groups only
-shortly before the device evicts them.
+shortly before the device evicts them. Blocks that a tier has not stored keep their places.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import Tier
@@ -58,11 +59,13 @@ class CopyOut:
         self._reused: OrderedDict[int, None] = OrderedDict()
         self._others: OrderedDict[int, None] = OrderedDict()
         self._queues = (self._demoted, self._announced, self._reused, self._others)
+        self._taken: dict[int, OrderedDict[int, None]] = {}  # blocks in a copy, and their queues
+        self._awaits_more = False  # the tier stored nothing, and no other block has become idle since
         self._woken, self._demotion = asyncio.Event(), asyncio.Event()
         self._num_copied_before = 0
         pool.add_listener(self)
         pool.on_freed(self._wake)
-        pool.on_forgotten(lambda _: self._wake())
+        pool.on_forgotten(lambda _: self._wake_for_more())
 
     def became_idle(self, block_id: int) -> None:
         """Consider a block. A replica is left to the worker that it was pulled from."""
@@ -74,6 +77,7 @@ class CopyOut:
             self._announced[block_id] = None
         else:
             (self._reused if is_reused else self._others)[block_id] = None
+        self._awaits_more = False  # the pool wakes
 
     def demote(self, block_ids: Iterable[int]) -> None:
         """Copy idle blocks first, in this order, because they will certainly be used again."""
@@ -81,33 +85,48 @@ class CopyOut:
             self._forget(block_id)
             self._demoted[block_id] = None
         self._demotion.set()
-        self._wake()
+        self._wake_for_more()
 
     def withdrawn(self, block_hash: BlockHash) -> None:
         self._tier.discard(block_hash)
         self._on_stored()
 
     async def run(self) -> None:
-        """Copy until cancelled. A running copy ends before this does."""
-        while True:
+        """Copy until cancelled, or until the tier stores nothing any more.
+
+        A running copy ends before this does.
+        """
+        while self._tier.store_pause_s < inf:
             await self._woken.wait()
             self._woken.clear()
             await self._pause()
             while batch := self.next_batch():
-                before_s = self._tier.stores_busy_s
-                try:
-                    num_stored = await self._tier.store(batch)
-                finally:
-                    self._pool.end_copy([block.block_id for block in batch])
-                self._pacing.charge(self._tier.stores_busy_s - before_s)
-                if not num_stored:  # no slot is idle, or copies fail: wait until more blocks become idle
-                    self._woken.clear()  # the end of this copy has set it
-                    break
-                self._on_stored()
+                if await self._store(batch):
+                    self._on_stored()
+                elif not 0 < self._tier.store_pause_s < inf:
+                    break  # no slot is idle, or copies fail: wait until more blocks become idle
                 await self._pause()
+
+    async def _store(self, batch: Sequence[BlockToStore]) -> int:
+        """Store a batch and return how many of its blocks were stored.
+
+        If none was, the ends of copies do not wake until another block has become idle: the copies to two
+        full tiers would wake each other for ever.
+        """
+        before_s, num_stored = self._tier.stores_busy_s, 0
+        self._awaits_more = True
+        try:
+            num_stored = await self._tier.store(batch)
+        finally:
+            self.end_batch(batch)
+        self._awaits_more = self._awaits_more and not num_stored
+        self._pacing.charge(self._tier.stores_busy_s - before_s)
+        return num_stored
 
     async def _pause(self) -> None:
         """Wait until the next copy may begin. Blocks of a preempted sequence wait less: they may be lost."""
+        if 0 < (pause_s := self._tier.store_pause_s) < inf:
+            await asyncio.sleep(pause_s)
         while (wait_s := self._pacing.wait_s(is_urgent=bool(self._demoted))) > 0:
             self._demotion.clear()
             with suppress(TimeoutError):
@@ -126,17 +145,27 @@ class CopyOut:
         for queue in (self._demoted, self._announced, *waiting):
             while queue and len(batch) < most:
                 block_id, _ = queue.popitem(last=False)
-                self._take(block_id, batch, is_demoted=queue is self._demoted)
+                if (block := self._to_store(block_id, is_demoted=queue is self._demoted)) is not None:
+                    batch.append(block)
+                    self._taken[block_id] = queue
         for block_id in only or ():
-            if len(batch) < most:
-                self._take(block_id, batch, is_demoted=False)
+            if len(batch) < most and (block := self._to_store(block_id, is_demoted=False)) is not None:
+                batch.append(block)
         self._num_copied_before = len(batch)
         return batch
 
-    def _take(self, block_id: int, batch: list[BlockToStore], *, is_demoted: bool) -> None:
-        block = self._to_store(block_id, is_demoted=is_demoted)
-        if block is not None:
-            batch.append(block)
+    def end_batch(self, batch: Sequence[BlockToStore]) -> None:
+        """Release the blocks of a batch. Those that the tier has not stored come first the next time.
+
+        One that has become idle again meanwhile has its place already.
+        """
+        for block in reversed(batch):
+            block_id, queue = block.block_id, self._taken.pop(block.block_id, None)
+            is_settled = self._tier.holds(block.block_hash) or self._pool.hash_of(block_id) != block.block_hash
+            if queue is not None and not is_settled and not any(block_id in each for each in self._queues):
+                queue[block_id] = None
+                queue.move_to_end(block_id, last=False)
+        self._pool.end_copy([block.block_id for block in batch])
 
     def _to_store(self, block_id: int, *, is_demoted: bool) -> BlockToStore | None:
         """Return the block if it is still idle and worth it. One that is in use will become idle again."""
@@ -177,5 +206,9 @@ class CopyOut:
             queue.pop(block_id, None)
 
     def _wake(self) -> None:
-        if any(self._queues):
+        if any(self._queues) and not self._awaits_more:
             self._woken.set()
+
+    def _wake_for_more(self) -> None:
+        self._awaits_more = False
+        self._wake()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 from baton.core.cluster.worker_report import TierReport
@@ -23,6 +24,7 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
 from baton.worker.disk.disk_format import DiskDefect, SlotHeader
 from baton.worker.disk.disk_runner import DiskRunner
+from baton.worker.disk.os_file import NoAnswer
 from baton.worker.tiers.host_tier import TierTotals
 from baton.worker.tiers.running_calls import MAX_STOP_S, RunningCalls
 from baton.worker.tiers.staging_rows import StagingRows
@@ -115,6 +117,7 @@ class DiskTier:
         self._store_after_s = 0.0
         self._calls = RunningCalls()
         self._num_silent_reads = 0
+        self._is_stuck = False
         self._to_drop: dict[int, int] = {}  # sequence numbers by slot
         self._is_dropping = False
 
@@ -139,8 +142,13 @@ class DiskTier:
 
     @property
     def answers(self) -> bool:
-        """False while a read that was late goes on for more than `SILENT_S`."""
-        return not self._num_silent_reads
+        """False while a read that was late goes on for more than `SILENT_S`, and after a copy that has never
+        ended."""
+        return not self._num_silent_reads and not self._is_stuck
+
+    @property
+    def store_pause_s(self) -> float:
+        return max(0.0, self._store_after_s - asyncio.get_running_loop().time())
 
     def store_s(self, num_blocks: int) -> float | None:
         return self._speed.store_s(num_blocks)
@@ -174,7 +182,7 @@ class DiskTier:
         self._speed.loads.forget_with_the_next()
 
     async def store(self, blocks: Sequence[BlockToStore]) -> int:
-        if asyncio.get_running_loop().time() < self._store_after_s:
+        if self.store_pause_s:
             return 0
         # Now, so that content that is discarded from now on is dropped, also while its copy waits for its turn.
         filling = self.slots.begin_fill([replace(block, use=NO_USE) for block in blocks])
@@ -256,7 +264,9 @@ class DiskTier:
         except Exception as error:  # of the disk, or of the device library
             log.warning("disk_kv_store_failed", num_blocks=len(wanted), problem=f"{type(error).__name__}: {error}")
             self.totals.failed_copies += 1
-            self._store_after_s = loop.time() + STORE_PAUSE_S if isinstance(error, OSError) else 0.0
+            if isinstance(error, OSError):
+                self._store_after_s = max(self._store_after_s, loop.time() + STORE_PAUSE_S)
+            self._note_stuck(error)
         sequences = {slot: self._store.sequence(slot) for slot in filling}
         num_stored = self.slots.end_fill(filling, is_complete=is_complete)
         if is_complete:
@@ -277,7 +287,8 @@ class DiskTier:
         try:
             async with self._store_turn:
                 await self._disk_runner.write(partial(self._store.probe, rows, rows), num_bytes)
-        except OSError:  # it has been counted
+        except OSError as error:  # it has been counted
+            self._note_stuck(error)
             return 0
         self._speed.stored(len(rows), loop.time() - began_s)
         return len(rows)
@@ -290,7 +301,8 @@ class DiskTier:
         try:
             async with self._store_turn:
                 return await self._disk_runner.write(partial(self._store.erase, tenant_root), 0)
-        except OSError:
+        except OSError as error:
+            self._note_stuck(error)
             self._drop(slot for slot in slots if not self.slots.has_content(slot))  # the next process must not use it
             raise
 
@@ -391,7 +403,12 @@ class DiskTier:
         """Read blocks into rows and verify them. Returns the positions of the good ones."""
         hit("tier.before_copy", num_blocks=len(part))
         hashes = {block.block_id: block.block_hash for block in part}
-        defects = await self._disk_runner.read(partial(self._store.read, hashes, rows), len(part) * self.block_bytes)
+        try:
+            read = partial(self._store.read, hashes, rows)
+            defects = await self._disk_runner.read(read, len(part) * self.block_bytes)
+        except NoAnswer as error:
+            self._note_stuck(error)
+            raise
         for block, defect in zip(part, defects, strict=True):
             if defect is not None:
                 self._found(block, defect)
@@ -423,6 +440,13 @@ class DiskTier:
 
         timer = loop.call_at(max(loop.time(), began_s + SILENT_S), silent)
         reading.add_done_callback(ended)
+
+    def _note_stuck(self, error: Exception) -> None:
+        """Use the disk no more if `error` says that a copy may never end: all later ones fail, too."""
+        if isinstance(error, NoAnswer) and not self._is_stuck:
+            self._is_stuck, self._store_after_s = True, inf
+            hint = "restart the worker; until then nothing is reloaded from the disk or stored there"
+            log.error("disk_kv_stuck", problem=str(error), hint=hint)
 
     def _found(self, block: AnnouncedBlock, defect: DiskDefect) -> None:
         """Drop content whose payload is not as its header says, unless it was dropped while it was read."""

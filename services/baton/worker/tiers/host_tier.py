@@ -87,6 +87,11 @@ class HostTier:
         """True: memory answers."""
         return True
 
+    @property
+    def store_pause_s(self) -> float:
+        """0: a copy that failed is tried with the next blocks."""
+        return 0.0
+
     def counts(self) -> TierCounts:
         return self.slots.counts()
 
