@@ -109,6 +109,7 @@ class MemoryTier:
         self._blocks, self._faults = blocks, faults
         self._content: dict[BlockHash, tuple[BlockToStore, bytes]] = {}
         self._filling: dict[BlockHash, bool] = {}  # False: discarded meanwhile
+        self._announced_late: set[BlockHash] = set()  # while they were filled
         self._changes: list[tuple[KvEventKind, BlockHash]] = []
 
     @property
@@ -157,6 +158,9 @@ class MemoryTier:
         is_complete = await passed(self._faults)
         num_stored = 0
         for block in chosen:
+            if block.block_hash in self._announced_late:
+                self._announced_late.remove(block.block_hash)
+                block = replace(block, is_announced=True)
             if self._filling.pop(block.block_hash) and is_complete:
                 self._content[block.block_hash] = (block, bytes(self._blocks[block.block_id]))
                 if block.is_announced:
@@ -177,6 +181,14 @@ class MemoryTier:
 
     def count_use(self, block_hash: BlockHash) -> None:
         """Do nothing: this tier evicts nothing."""
+
+    def announce(self, block_hash: BlockHash) -> None:
+        if block_hash in self._filling:
+            self._announced_late.add(block_hash)
+        elif block_hash in self._content and not self._content[block_hash][0].is_announced:
+            block, content = self._content[block_hash]
+            self._content[block_hash] = (replace(block, is_announced=True), content)
+            self._changes.append((KvEventKind.STORED, block_hash))
 
     def discard(self, block_hash: BlockHash) -> None:
         if block_hash in self._filling:

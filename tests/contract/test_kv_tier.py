@@ -191,3 +191,32 @@ async def test_events_are_the_changes_of_announced_content(device: Device) -> No
     device.tier.discard(C)
     assert device.tier.take_events() == [(KvEventKind.EVICTED, A)]
     assert device.tier.take_events() == []
+
+
+@on_every_tier
+async def test_content_that_the_device_announces_later_is_announced_once(device: Device) -> None:
+    await device.tier.store([block(0, A, is_announced=False), block(1, B), block(2, C, is_announced=False)])
+    assert device.tier.take_events() == [(KvEventKind.STORED, B)]
+    for each in (A, B, D, A):
+        device.tier.announce(each)
+    assert device.tier.take_events() == [(KvEventKind.STORED, A)]
+    assert sorted(device.tier.announced_hashes()) == [A, B]
+    device.tier.discard(A)
+    device.tier.announce(A)
+    assert device.tier.take_events() == [(KvEventKind.EVICTED, A)]
+    assert device.tier.announced_hashes() == [B]
+
+
+@on_every_tier
+async def test_content_that_is_announced_while_it_is_stored_is_announced(device: Device) -> None:
+    device.faults.stop()
+    storing = asyncio.ensure_future(device.tier.store([block(0, A, is_announced=False), block(1, B)]))
+    await device.faults.waiting.wait()
+    device.tier.announce(A)
+    assert device.tier.take_events() == []
+    device.tier.discard(B)
+    device.tier.announce(B)
+    device.faults.gate.set()
+    assert await storing == 1
+    assert device.tier.take_events() == [(KvEventKind.STORED, A)]
+    assert device.tier.announced_hashes() == [A]

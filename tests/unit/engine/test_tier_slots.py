@@ -120,14 +120,24 @@ class Slots:
                 self.released(i)
         self.slots.discard(block_hash)
 
+    def announce(self) -> None:
+        block_hash, expected = self.any_hash(), None
+        for i, slot in enumerate(self.naive):
+            if slot.block_hash == block_hash and not slot.is_void:
+                expected = i if slot.state == "held" and not slot.is_announced else None
+                slot.is_announced = True
+        assert self.slots.announce(block_hash) == expected
+
     def act(self) -> None:
-        action = self.rng.choice("fill fill end end discard pin pin unpin unpin use".split())
+        action = self.rng.choice("fill fill end end discard pin pin unpin unpin use announce".split())
         if action == "fill":
             self.fill()
         elif action == "end":
             self.end_fill()
         elif action == "discard":
             self.discard()
+        elif action == "announce":
+            self.announce()
         elif action == "pin":
             chosen = self.some([i for i, s in enumerate(self.naive) if s.state == "held"])
             self.slots.pin(chosen)

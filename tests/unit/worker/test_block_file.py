@@ -65,6 +65,20 @@ def test_flags_and_tenant_of_a_block_are_kept(tmp_path: Path) -> None:
     assert (header.is_announced, header.is_reused, header.tenant_root) == (False, True, TENANTS[1])
 
 
+def test_content_that_is_announced_later_is_announced_after_a_restart(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    for slot in range(4):
+        opened.file.write({slot: replace(block(slot), is_announced=False)}, [0])
+    sequences = {slot: opened.file.sequence(slot) for slot in range(3)}
+    opened.file.write({1: replace(block(8), is_announced=False)}, [0])
+    opened.file.drop({2: opened.file.sequence(2)})
+    opened.file.announce(sequences)
+    opened.close()
+    again = Opened(tmp_path)
+    assert {header.slot: header.is_announced for header in again.file.held} == {0: True, 3: False, 1: False}
+    assert [again.file.read({header.slot: header.block_hash}, [1]) for header in again.file.held] == [[None]] * 3
+
+
 def test_headers_that_cannot_be_read_cost_only_their_page(tmp_path: Path) -> None:
     shape = replace(SHAPE, num_slots=3 * HEADERS_OF_PAGE)
 

@@ -47,6 +47,9 @@ class TimedTier:
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self.held
 
+    def announce(self, block_hash: bytes) -> None:
+        """Do nothing: no scheduler asks."""
+
     load_block_s = COPY_S
 
     def store_s(self, num_blocks: int) -> float:

@@ -6,6 +6,7 @@ fails the test.
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -395,6 +396,39 @@ async def test_schedulers_learn_what_the_disk_holds_at_start() -> None:
         snapshot = await simulated.feed.snapshot(host.node.ref)
         assert snapshot is not None
         assert set(snapshot.hashes[Tier.DISK]) == set(disk_of(host.node).announced_hashes()) != set()
+
+
+@virtual
+async def test_what_the_disk_announces_later_is_announced_after_a_restart() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, kv_announce_every=8)
+        await answered(host, 0)
+        disk, end = disk_of(host.node), host.hashes_of(0)[9]
+        assert disk.holds(end)
+        assert end not in disk.announced_hashes()
+        await host.answer(0, **host.beginning(0, 10))
+        assert end in disk.announced_hashes()
+        await asyncio.sleep(1)
+        again = await restarted(simulated, kv_announce_every=8)
+        assert end in disk_of(again.node).announced_hashes()
+
+
+@virtual
+async def test_what_is_announced_while_it_is_written_is_announced_after_a_restart() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated)
+        disk, file = disk_of(host.node), simulated.disks["p"]
+        await answered(host, 0)
+        file.write_begun.clear()
+        blocks = [replace(block_to_store(hash_of(1000 + n), n), is_announced=False) for n in range(2)]
+        storing = asyncio.ensure_future(disk.store(blocks))
+        await file.write_begun.wait()
+        disk.announce(hash_of(1000))
+        await storing
+        await asyncio.sleep(1)
+        found = disk_of((await restarted(simulated, kv_announce_every=8)).node)
+        assert all(found.holds(hash_of(1000 + n)) for n in range(2))
+        assert [hash_of(1000 + n) in found.announced_hashes() for n in range(2)] == [True, False]
 
 
 @pytest.mark.usefixtures("cold_start")

@@ -54,6 +54,11 @@ class Host:
         root = chain_root(self.node.worker.layout.model_fingerprint, job.cache_salt, BLOCK)
         return list(chain(root, job.token_ids, BLOCK))[:NUM_BLOCKS]
 
+    def beginning(self, prompt: int, num_blocks: int) -> dict[str, object]:
+        """Return the changes of `send` to a prompt of which this many blocks may come from a cache."""
+        tokens = decode_job(NUM_TOKENS, request=b"prompt-%d" % prompt).token_ids[: num_blocks * BLOCK + 1]
+        return {"token_ids": tokens, "num_prompt_tokens": len(tokens)}
+
     async def answer(self, prompt: int, **changes: object) -> dict[str, int]:
         """Send a prompt and check the answer. Returns the cached tokens by tier."""
         job = self.send(prompt, **changes)
@@ -349,6 +354,20 @@ async def test_schedulers_learn_what_the_tier_holds() -> None:
             )
         assert known[Tier.HOST] == set(host.tier.announced_hashes()) != set()
         assert known[Tier.DEVICE] == set(host.node.pool.announced_hashes())
+
+
+@virtual
+async def test_the_end_of_a_shorter_prompt_is_announced_by_the_tier_that_has_it() -> None:
+    async with cluster() as simulated:
+        host = await start(simulated, kv_announce_every=8)
+        await host.answer(0)
+        await asyncio.sleep(1)
+        end = host.hashes_of(0)[9]
+        assert host.tier.holds(end)
+        assert end not in host.tier.announced_hashes()
+        await host.answer(0, **host.beginning(0, 10))
+        assert end in host.tier.announced_hashes()
+        await simulated.until_clean()
 
 
 @virtual

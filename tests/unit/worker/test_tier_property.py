@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from baton.core.kv.block_hash import NO_HASH
+from baton.core.kv.kv_events import KvEventKind
 from baton.core.kv.kv_tables import TableWindows, entries_from, hashes_of_entries
 from baton.core.request import SessionHints
 from baton.core.step_cost import StepCostModel
@@ -171,7 +172,10 @@ class World:
         self.host = np.full((num_slots, shape), 255, dtype=np.uint8)
         self.device_table = MemoryGenerationTable(bytearray(num_blocks * ENTRY_BYTES), self.epoch)
         self.host_table = MemoryGenerationTable(bytearray(num_slots * ENTRY_BYTES), self.epoch)
-        self.pool = BlockPool(num_blocks, SIZE, self.device_table, self.windows)
+        self.pool = BlockPool(
+            num_blocks, SIZE, self.device_table, self.windows, announce_every=self.rng.choice([1, 2, 4])
+        )
+        self.announced: set[tuple[KvTier, bytes]] = set()
         self.runner = RandomRunner(self.rng)
         self.tier = HostTier(
             worker=builders.worker_ref("w", epoch=self.epoch),
@@ -260,6 +264,7 @@ class World:
             self.device[block_id] = np.frombuffer(block_hash, dtype=np.uint8)
             self.pool.set_hash(block_id, hashes[entry // self.windows.num_tables])
             self.withdrawn.discard(block_hash)
+        self.pool.announce(hashes, 0, len(hashes), is_end=True)
         hints = SessionHints(
             tenant=self.rng.choice(["t", "u"]),
             session=self.rng.choice(["", "a", "b"]),
@@ -439,6 +444,7 @@ class World:
         self.pool.check()
         for tier in self.tiers:
             tier.slots.check()
+            self.check_announced(tier)
         for block_hash in self.withdrawn:
             assert self.pool.find(block_hash) is None, "withdrawn content is on the device again"
             assert not any(tier.holds(block_hash) for tier in self.tiers), "withdrawn content is in a tier"
@@ -455,6 +461,15 @@ class World:
             assert max(order.num_of_tenant("t"), order.num_of_tenant("u")) <= self.budget
         if self.policy == "value":
             self.check_copies()
+
+    def check_announced(self, tier: KvTier) -> None:
+        """What the device has announced is announced in each tier that has it, and events say so."""
+        held = set(tier.announced_hashes())
+        assert all(block_hash in held for block_hash in self.pool.announced_hashes() if tier.holds(block_hash))
+        for kind, block_hash in tier.take_events():
+            assert ((tier, block_hash) in self.announced) is (kind is KvEventKind.EVICTED)
+            self.announced ^= {(tier, block_hash)}
+        assert {each for of_tier, each in self.announced if of_tier is tier} == held
 
     def check_copies(self) -> None:
         """The orders know which content both tiers have, unless it is in use or being copied."""

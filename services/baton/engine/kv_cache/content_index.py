@@ -71,6 +71,7 @@ class ContentIndex:
         self._by_hash: dict[BlockHash, int] = {}
         self._tenants: dict[BlockHash, BlockHash] = {}
         self._same_content: dict[BlockHash, list[int]] = {}  # other blocks with the same content, all in use
+        self._on_announced: list[Callable[[BlockHash], None]] = []
         self._changes: dict[BlockHash, KvEventKind] = {}  # net changes since last taken; at most twice the pool size
 
     def hash_of(self, block_id: int) -> BlockHash:
@@ -128,6 +129,10 @@ class ContentIndex:
     def is_announced(self, block_hash: BlockHash) -> bool:
         """Return True if the content is known and was announced."""
         return block_hash in self._announced
+
+    def on_announced(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that is announced now."""
+        self._on_announced.append(callback)
 
     def announce(self, chain: Sequence[BlockHash], begin: int, end: int, *, is_end: bool) -> None:
         """Announce the content of a chain's blocks [begin, end), as far as it is known and was not announced.
@@ -213,6 +218,8 @@ class ContentIndex:
         if block_id is not None and not self._table[block_id] and block_hash not in self._announced:
             self._announced[block_hash] = None
             self._changed(block_hash, KvEventKind.STORED)
+            for callback in self._on_announced:
+                callback(block_hash)
 
     def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
         if self._changes.pop(block_hash, kind) is kind:

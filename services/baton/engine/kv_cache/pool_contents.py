@@ -114,6 +114,10 @@ class PoolContents:
                 self._contents.set_tenant((table_hash(each, table) for each in chain[begin:end]), tenant_root)
         self._contents.announce(chain, begin, end, is_end=is_end)
 
+    def on_announced(self, callback: Callable[[BlockHash], None]) -> None:
+        """Call `callback` with the hash of content that is announced to schedulers now."""
+        self._contents.on_announced(callback)
+
     def is_announced(self, block_hash: BlockHash) -> bool:
         """Return True if the content is known and was announced to schedulers."""
         return self._contents.is_announced(block_hash)

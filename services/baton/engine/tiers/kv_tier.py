@@ -118,6 +118,10 @@ class KvTier(Protocol):
         ignored."""
         ...
 
+    def announce(self, block_hash: BlockHash) -> None:
+        """Announce content to schedulers, also while it is being copied. Unknown content is ignored."""
+        ...
+
     def discard(self, block_hash: BlockHash) -> None:
         """Drop content that may be wrong, also while it is being copied. Unknown content is ignored."""
         ...

@@ -250,6 +250,24 @@ class TierSlots:
                 self._idle.remove(slot)
                 self._release(slot)
 
+    def announce(self, block_hash: BlockHash) -> int | None:
+        """Announce content, or what is being filled with it. Unknown content is ignored.
+
+        Returns the slot whose content was not announced before; None if there is none, or if it is being
+        filled.
+        """
+        slot = self._by_hash.get(block_hash)
+        if slot is None:
+            return None
+        if slot in self._filling:
+            self._filling[slot] = replace(self._filling[slot], is_announced=True)
+            return None
+        if self._content[slot].is_announced:
+            return None
+        self._content[slot] = replace(self._content[slot], is_announced=True)
+        self._changed(self._content[slot], KvEventKind.STORED)
+        return slot
+
     # -- invariants ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:

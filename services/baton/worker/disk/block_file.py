@@ -150,13 +150,19 @@ class BlockFile:
         counted: the content may then be found at the next start.
         """
         for slot, sequence in sequences.items():
-            try:
+            with self._not_marked(slot, SlotState.DISCARDED.name):
                 header = self._header_of(slot)
                 if header.sequence in (sequence, 0):
                     self._write_header(header._replace(state=SlotState.DISCARDED, sequence=sequence))
-            except OSError as error:
-                self.defects[defect_of_write(error)] += 1
-                log.warning("disk_kv_not_discarded", slot=slot, problem=str(error))
+
+    def announce(self, sequences: Mapping[int, int]) -> None:
+        """Mark the content of slots as announced, so that a later process announces it. Otherwise as
+        `drop`."""
+        for slot, sequence in sequences.items():
+            with self._not_marked(slot, "ANNOUNCED"):
+                header = self._header_of(slot)
+                if header.sequence == sequence and header.state is SlotState.VALID:
+                    self._write_header(header._replace(is_announced=True))
 
     def erase(self, tenant_root: BlockHash) -> int:
         """Overwrite all slots with content of a tenant, and wait for the disk.
@@ -202,6 +208,15 @@ class BlockFile:
         except OSError as error:
             self.defects[defect_of(error)] += 1
             raise
+
+    @contextmanager
+    def _not_marked(self, slot: int, mark: str) -> Iterator[None]:
+        """Count and log an error of the operating system."""
+        try:
+            yield
+        except OSError as error:
+            self.defects[defect_of_write(error)] += 1
+            log.warning("disk_kv_not_marked", slot=slot, mark=mark, problem=str(error))
 
     @staticmethod
     def _is_of_other(found: SlotHeader | tuple[int, DiskDefect], tenant_root: BlockHash) -> bool:

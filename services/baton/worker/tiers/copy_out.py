@@ -65,6 +65,7 @@ class CopyOut:
         self._num_copied_before = 0
         pool.add_listener(self)
         pool.on_freed(self._wake)
+        pool.on_announced(tier.announce)
         pool.on_forgotten(lambda _: self._wake_for_more())
 
     def became_idle(self, block_id: int) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -59,6 +59,8 @@ class BlockStore(Protocol):
     def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]: ...
 
     def drop(self, sequences: Mapping[int, int]) -> None: ...
+
+    def announce(self, sequences: Mapping[int, int]) -> None: ...
 
     def erase(self, tenant_root: BlockHash) -> int: ...
 
@@ -119,7 +121,8 @@ class DiskTier:
         self._num_silent_reads = 0
         self._is_stuck = False
         self._to_drop: dict[int, int] = {}  # sequence numbers by slot
-        self._is_dropping = False
+        self._to_announce: dict[int, int] = {}
+        self._is_marking = False
 
     @property
     def stores_busy_s(self) -> float:
@@ -212,11 +215,17 @@ class DiskTier:
         if (slot := self.slots.slot_of(block_hash)) is not None:
             self.slots.count_use((slot,))
 
+    def announce(self, block_hash: BlockHash) -> None:
+        if (slot := self.slots.announce(block_hash)) is not None:
+            self._to_announce[slot] = self._store.sequence(slot)
+            self._mark()
+
     def discard(self, block_hash: BlockHash) -> None:
         slot = self.slots.slot_of(block_hash)
         self.slots.discard(block_hash)
         if slot is not None:
-            self._drop([slot])
+            self._to_drop[slot] = self._store.sequence(slot)
+            self._mark()
 
     async def erase_tenant(self, tenant_root: BlockHash) -> int:
         return await self._calls.to_its_end(self._erase(tenant_root))
@@ -276,7 +285,12 @@ class DiskTier:
             self.totals.stored_bytes += num_bytes
             self.totals.store_s += took_s
         # Content that was discarded meanwhile has a valid header, and so may what was in the slots before.
-        self._drop([slot for slot in filling if not self.slots.has_content(slot)], sequences)
+        for slot, block in filling.items():
+            if not self.slots.has_content(slot):
+                self._to_drop[slot] = sequences[slot]
+            elif self.slots.content_of(slot).is_announced > block.is_announced:
+                self._to_announce[slot] = sequences[slot]
+        self._mark()
         return num_stored
 
     async def _probe(self) -> int:
@@ -303,24 +317,30 @@ class DiskTier:
                 return await self._disk_runner.write(partial(self._store.erase, tenant_root), 0)
         except OSError as error:
             self._note_stuck(error)
-            self._drop(slot for slot in slots if not self.slots.has_content(slot))  # the next process must not use it
+            lost = [slot for slot in slots if not self.slots.has_content(slot)]
+            self._to_drop |= {slot: self._store.sequence(slot) for slot in lost}  # the next process must not use it
+            self._mark()
             raise
 
-    def _drop(self, slots: Iterable[int], sequences: Mapping[int, int] | None = None) -> None:
-        dropped = {slot: self._store.sequence(slot) if sequences is None else sequences[slot] for slot in slots}
-        self._to_drop |= dropped
-        if dropped and not self._is_dropping:
-            self._is_dropping = True
-            self._calls.start(self._drop_waiting())
+    def _mark(self) -> None:
+        """Change the headers of slots that wait for it soon, for the next process."""
+        if (self._to_drop or self._to_announce) and not self._is_marking:
+            self._is_marking = True
+            self._calls.start(self._mark_waiting())
 
-    async def _drop_waiting(self) -> None:
-        """Drop what waits for it, all at once, until nothing does."""
+    async def _mark_waiting(self) -> None:
+        """Change what waits for it, all at once, until nothing does."""
         try:
-            while self._to_drop:
+            while self._to_drop or self._to_announce:
                 dropped, self._to_drop = self._to_drop, {}
-                await self._disk_runner.write(partial(self._store.drop, dropped), 0)
+                announced, self._to_announce = self._to_announce, {}
+                await self._disk_runner.write(partial(self._write_marks, dropped, announced), 0)
         finally:
-            self._is_dropping = False
+            self._is_marking = False
+
+    def _write_marks(self, dropped: Mapping[int, int], announced: Mapping[int, int]) -> None:
+        self._store.announce(announced)
+        self._store.drop(dropped)
 
     # -- loads -----------------------------------------------------------------------------------------------------
 

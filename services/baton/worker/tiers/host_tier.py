@@ -150,6 +150,9 @@ class HostTier:
         if (slot := self.slots.slot_of(block_hash)) is not None:
             self.slots.count_use((slot,))
 
+    def announce(self, block_hash: BlockHash) -> None:
+        self.slots.announce(block_hash)
+
     def discard(self, block_hash: BlockHash) -> None:
         self.slots.discard(block_hash)
 

@@ -152,6 +152,9 @@ class NoBlocks:
     def drop(self, sequences: Mapping[int, int]) -> None:
         """Do nothing: there are no slots."""
 
+    def announce(self, sequences: Mapping[int, int]) -> None:
+        """Do nothing: there are no slots."""
+
     def erase(self, tenant_root: BlockHash) -> int:
         return 0
 
