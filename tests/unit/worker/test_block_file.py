@@ -102,14 +102,22 @@ def test_headers_that_cannot_be_read_cost_only_their_page(tmp_path: Path) -> Non
             super().write(data, offset)
 
     opened = Opened(tmp_path, shape)
-    opened.write({0: 1, HEADERS_OF_PAGE + 1: 2, 2 * HEADERS_OF_PAGE: 3})
+    opened.write({0: 1, HEADERS_OF_PAGE + 1: 2, HEADERS_OF_PAGE + 2: 6, 2 * HEADERS_OF_PAGE: 3})
     opened.close()
     again = Opened(tmp_path, shape, BadSector)
     assert [header.slot for header in again.file.held] == [0, 2 * HEADERS_OF_PAGE]
     assert again.file.defects == {DiskDefect.READ_ERROR: 1}
     again.write({HEADERS_OF_PAGE + 1: 4})
     assert len(again.load_all()) == 2
-    assert again.file.erase(TENANTS[0]) > 0
+    assert content_of(hash_of(6)) in image_of(again.path)
+    again.close()
+    repaired = Opened(tmp_path, shape)
+    assert not repaired.file.defects
+    assert repaired.file.erase(TENANTS[0]) == HEADERS_OF_PAGE, "the slots of the page, and no others"
+    assert repaired.file.erase(TENANTS[0]) == 0
+    assert not any(content_of(hash_of(number)) in image_of(again.path) for number in (2, 4, 6))
+    repaired.close()
+    assert Opened(tmp_path, shape).load_all() == {0: hash_of(1), 2 * HEADERS_OF_PAGE: hash_of(3)}
 
 
 def test_the_later_of_two_headers_with_one_hash_counts(tmp_path: Path) -> None:

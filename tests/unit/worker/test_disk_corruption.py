@@ -10,8 +10,10 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -20,9 +22,11 @@ from tests.scale import sized
 from tests.unit.worker.disk_rig import (
     NUM_SLOTS,
     SHAPE,
+    TENANTS,
     CutFile,
     Killed,
     Opened,
+    content_of,
     hash_of,
     header_at,
     image_of,
@@ -151,11 +155,61 @@ def test_a_write_that_ends_at_any_byte_leaves_whole_blocks_only(tmp_path: Path) 
     assert num_partial > 0
 
 
+class UnsyncedFile(CutFile):
+    """Knows what was on the disk at the last sync."""
+
+    def __init__(self, fd: int, **changes: Any) -> None:
+        super().__init__(fd, **changes)
+        self.synced = self.image()
+
+    def image(self) -> bytes:
+        return os.pread(self.fd, SHAPE.file_bytes, 0)
+
+    def sync(self) -> None:
+        super().sync()
+        self.synced = self.image()
+
+    def lose_power(self, rng: Random) -> None:
+        """Keep any of the sectors that were written since the last sync, and close the file."""
+        written = self.image()
+        for begin in range(0, len(written), SECTOR):
+            if rng.random() < 0.5:
+                os.pwrite(self.fd, self.synced[begin : begin + SECTOR], begin)
+        os.close(self.fd)
+
+
+@pytest.mark.fault("F-59")
+@pytest.mark.parametrize("before", ["empty", "of another tenant", "discarded"])
+def test_after_a_power_loss_an_erasure_finds_all_payloads_of_a_tenant(before: str, tmp_path: Path) -> None:
+    num_left = 0
+    for seed in range(sized(40, 1_000)):
+        rng, directory = Random(f"power-{before}-{seed}"), tmp_path / str(seed)
+        opened = Opened(directory, make=UnsyncedFile)
+        if before != "empty":
+            opened.write({slot: 2 * slot + 1 for slot in range(NUM_SLOTS)})
+        if before == "discarded":
+            opened.file.drop({slot: opened.file.sequence(slot) for slot in range(NUM_SLOTS)})
+        opened.raw.sync()
+        numbers = {slot: 2 * slot + 100 for slot in rng.sample(range(NUM_SLOTS), rng.randint(1, 4))}
+        opened.raw.limit = rng.randrange(2 * len(numbers) * (2 * HEADER_BYTES + SHAPE.block_bytes))
+        with suppress(Killed):
+            opened.write(numbers)
+        opened.raw.lose_power(rng)
+        parts = [content_of(hash_of(number))[begin:][:16] for number in numbers.values() for begin in (0, SECTOR)]
+        num_left += any(part in image_of(opened.path) for part in parts)
+        again = Opened(directory)
+        again.file.erase(TENANTS[0])
+        assert not any(part in image_of(again.path) for part in parts)
+        assert len(again.load_all()) >= (NUM_SLOTS - len(numbers)) * (before == "of another tenant")
+        again.close()
+    assert num_left > 0
+
+
 def test_a_payload_is_synced_before_its_header_makes_it_valid(tmp_path: Path) -> None:
     opened = Opened(tmp_path, make=CutFile)
     opened.write({2: 1, 5: 2})
     headers, payloads = ([offset(slot) for slot in (2, 5)] for offset in (SHAPE.header_offset, SHAPE.payload_offset))
-    expected = [*headers, *payloads, "sync", *headers]
+    expected = [*headers, "sync", *payloads, "sync", *headers]
     assert [offset if kind == "write" else kind for kind, offset in opened.raw.calls] == expected
 
 

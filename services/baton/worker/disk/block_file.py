@@ -58,7 +58,7 @@ class BlockFile:
     ) -> None:
         """Take ownership of `file` and read its headers. Raises OSError if they cannot be read.
 
-        A few pages that cannot be read are overwritten, which makes their slots empty.
+        A few pages that cannot be read are overwritten. Their slots then have no valid content.
 
         staging: [num_rows, block_bytes] uint8, between which and the slots payloads are copied
         """
@@ -98,6 +98,7 @@ class BlockFile:
         try:
             for header in headers:
                 self._write_header(header)
+            self._file.sync()  # before the payloads, so that an erasure finds them even after a power loss
             self._payloads.write(rows, [self.shape.payload_offset(slot) for slot in blocks])
             hit("disk.payload_written", num_blocks=len(rows))
             self._file.sync()
@@ -250,6 +251,7 @@ class BlockFile:
         """Yield the headers of some slots. If they cannot be read at once, they are read in pages.
 
         A page that cannot be read is overwritten: most disks replace a bad sector when all of it is written.
+        Its slots are discarded rather than empty, because an erasure must overwrite their payloads.
         """
         try:
             region = self._region(slots)
@@ -259,7 +261,9 @@ class BlockFile:
                 self._num_bad_pages += 1
                 if self._num_bad_pages > MAX_BAD_PAGES:
                     raise
-                self._file.write(bytes(PAGE_BYTES), self.shape.header_offset(slots.start))
+                discarded = (SlotHeader(slot, SlotState.DISCARDED, 0, NO_HASH, NO_HASH) for slot in slots)
+                page = b"".join(encode_header(each, self.shape, self._file_id) for each in discarded)
+                self._file.write(page.ljust(PAGE_BYTES, b"\0"), self.shape.header_offset(slots.start))
                 yield DiskDefect.READ_ERROR
                 return
             for first in range(slots.start, slots.stop, per_page):

@@ -1,8 +1,9 @@
 """The format of a file of KV blocks: a superblock, a header for each slot, then the payloads of the slots.
 
 All headers lie in one region, which is read at start. A slot is written in this order: a header that says
-that the slot is being filled, the payload, a sync, the header that makes the slot valid. A header has a
-checksum of its own, which begins with the file's random id, and one of the payload. Pure functions of bytes.
+that the slot is being filled, a sync, the payload, a sync, the header that makes the slot valid. A header has
+a checksum of its own, which begins with the file's random id, and one of the payload. Pure functions of
+bytes.
 """
 
 import struct
