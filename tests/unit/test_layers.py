@@ -29,7 +29,11 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("baton.model", "baton.transfer.backends.collective", "baton.worker.device.kv_memory.kv_path_pair"),
     "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),
-    "xxhash": ("baton.worker.disk.disk_format", "baton.worker.prefix_files.prefix_format"),
+    "xxhash": (
+        "baton.model.loading.weight_digests",
+        "baton.worker.disk.disk_format",
+        "baton.worker.prefix_files.prefix_format",
+    ),
     "yaml": ("baton.runtime",),
     "opentelemetry": ("baton.runtime.observability.otlp",),
 }

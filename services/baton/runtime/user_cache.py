@@ -26,6 +26,17 @@ def is_trusted(facts: os.stat_result) -> bool:
     return stat.S_ISREG(facts.st_mode) and facts.st_uid in owners and not facts.st_mode & _WRITABLE_BY_OTHERS
 
 
+def file_identity(path: Path) -> list[str | int]:
+    """Return what changes when a file gets other content, or another file takes its place. Raises OSError.
+
+    Programs that copy files can set the time of the content (mtime), but not that of the inode (ctime).
+    """
+    real = path.resolve()
+    facts = real.stat()
+    times = (facts.st_mtime_ns, facts.st_ctime_ns)
+    return [str(real), facts.st_dev, facts.st_ino, facts.st_size, *times]
+
+
 def use(path: Path) -> bool:
     """True if a trusted file is there. It then counts as used now, see `remove_oldest`."""
     try:

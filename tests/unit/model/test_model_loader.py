@@ -28,6 +28,7 @@ from baton.core.eos_token_ids import eos_token_ids
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.linear.linear import Linear
+from baton.model.loading import weight_digests
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
@@ -318,6 +319,13 @@ def test_fingerprint_differs_for_other_weights(tiny_dir: Path, tmp_path: Path) -
     tensors["model.norm.weight"][3] += 1e-3
     save_file(tensors, tmp_path / "tuned" / "model.safetensors", metadata={"format": "pt"})
     assert len({fingerprint(tiny_dir), fingerprint(tmp_path / "other"), fingerprint(tmp_path / "tuned")}) == 3
+
+
+def test_a_start_says_that_it_hashes_the_weights(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_digests, "NOTABLE_BYTES", 1)
+    said: list[str] = []
+    load_model(copy, device="cpu", say=said.append)
+    assert "hashes the weights" in said[0]
 
 
 def test_tokenizer_fingerprint_depends_on_content_only(copy: Path, tiny_dir: Path) -> None:

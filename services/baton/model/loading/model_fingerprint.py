@@ -1,7 +1,8 @@
-"""Identifies a model by content: configuration, weights and load dtype. Fast enough to run at every start."""
+"""Identifies a model by content: configuration, weights and load dtype."""
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -11,11 +12,8 @@ from typing import Any, BinaryIO
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
 from baton.model.loading.gguf.gguf_cache import GGUF_LINK
-from baton.model.loading.gguf.gguf_file import GgufFile
+from baton.model.loading.weight_digests import weight_digests
 
-_FULLY_HASHED_BYTES = 64 << 10
-_SAMPLES = 4
-_SAMPLE_BYTES = 8 << 10
 _MAX_HEADER_BYTES = 256 << 20
 _DAMAGED = (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 """Errors of reading a file with unexpected content. RecursionError: its JSON is nested too deeply."""
@@ -55,7 +53,7 @@ def tensor_sizes(model_dir: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for path in weight_files(model_dir):
         with _reading(path) as file:
-            sizes.update((name, math.prod(entry["shape"])) for name, entry in _header(file)[0].items())
+            sizes.update((name, math.prod(entry["shape"])) for name, entry in _entries(file).items())
     return sizes
 
 
@@ -73,39 +71,24 @@ def gguf_file(model_dir: Path) -> Path | None:
     return path.resolve() if path.is_file() else None
 
 
-def weight_version(model_dir: Path) -> str:
-    """Return a text that changes when a file with weights is replaced: sizes and times.
-
-    Raises ModelError if a file is missing.
-    """
-    gguf = gguf_file(model_dir)
-    try:
-        facts = [path.stat() for path in ([gguf] if gguf is not None else weight_files(model_dir))]
-    except OSError as error:
-        raise ModelError(f"{error.filename} cannot be read ({error}); download or copy it again") from error
-    return " ".join(f"{each.st_size}@{each.st_mtime_ns}" for each in facts)
-
-
-def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
+def model_fingerprint(
+    model_dir: Path, config: dict[str, Any], dtype: str, say: Callable[[str], object] = lambda text: None
+) -> str:
     """Return a hex digest of everything that determines this model's KV.
 
-    It covers configuration, quantisation, dtype, and each tensor's name, shape, dtype and bytes. Tensors up
-    to 64 KiB are hashed completely; of larger ones four samples of 8 KiB are hashed, spread over the tensor.
-    So two models of one shape differ even after little training.
+    It covers configuration, quantisation, dtype, and every byte of the files with weights. So the same
+    tensors in other files, or with other metadata, are another model.
 
     dtype: of the weights, with the format into which they are quantised, such as `bfloat16 int4`.
+    say: told if it takes long, see `weight_digests`.
     Raises ModelError if a file is missing or unreadable.
     """
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"baton-model")
     content = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
-    for part in (dtype, json.dumps(content, sort_keys=True, default=str)):
+    gguf = gguf_file(model_dir)
+    files = [gguf] if gguf is not None else weight_files(model_dir)
+    for part in (dtype, json.dumps(content, sort_keys=True, default=str), *weight_digests(files, say=say)):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
-    if (gguf := gguf_file(model_dir)) is not None:
-        _update_with_gguf(digest, gguf)
-        return digest.hexdigest()
-    for path in weight_files(model_dir):
-        with _reading(path) as file:
-            _update_with_tensors(digest, file)
     return digest.hexdigest()
 
 
@@ -118,8 +101,8 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         raise ModelError(f"{path} is not a readable safetensors file ({error}); download or copy it again") from error
 
 
-def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return (tensor entries by name, offset where the tensor data begins) of a safetensors file.
+def _entries(file: BinaryIO) -> dict[str, Any]:
+    """Return the entries of the tensors of a safetensors file, by name.
 
     Format: 8 bytes little-endian header length, JSON header, data (the safetensors README).
     """
@@ -127,36 +110,8 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     if header_len > _MAX_HEADER_BYTES:
         raise ValueError(f"its header says that it has {header_len} bytes")
     header = json.loads(file.read(header_len))
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + header_len
-
-
-def _update_with_tensors(digest: "blake2b", file: BinaryIO) -> None:
-    tensors, data_begin = _header(file)
-    for name in sorted(tensors):
-        entry = tensors[name]
-        begin, end = entry["data_offsets"]
-        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
-        _update_with_samples(digest, file, data_begin + begin, end - begin)
-
-
-def _update_with_gguf(digest: "blake2b", path: Path) -> None:
-    tensors = GgufFile(path).tensors
-    with _reading(path) as file:
-        for name in sorted(tensors):
-            entry = tensors[name]
-            digest.update(json.dumps([name, entry.type_id, entry.shape]).encode())
-            _update_with_samples(digest, file, entry.begin, entry.num_bytes)
-
-
-def _update_with_samples(digest: "blake2b", file: BinaryIO, begin: int, size: int) -> None:
-    """Add the bytes of a tensor at `begin`: all of a small one, and samples of a larger one."""
-    if size <= _FULLY_HASHED_BYTES:
-        places = [(0, size)]
-    else:
-        places = [((size - _SAMPLE_BYTES) * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
-    for offset, length in places:
-        file.seek(begin + offset)
-        piece = file.read(length)
-        if len(piece) != length:
-            raise ValueError("it is cut short")
-        digest.update(piece)
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if os.fstat(file.fileno()).st_size < 8 + header_len + data_bytes:
+        raise ValueError("it is cut short")
+    return entries

@@ -22,12 +22,7 @@ from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
 from baton.model.linear.packer import WeightPacker
 from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
 from baton.model.loading.image.image_cache import NO_CACHE, ModelSource, PackedModelCache, load_unshared
-from baton.model.loading.model_fingerprint import (
-    model_fingerprint,
-    num_weights,
-    tensor_sizes,
-    weight_version,
-)
+from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
 from baton.model.loading.model_support import OVERFLOWS_FLOAT16, causal_lm_class, kv_heads
 from baton.model.loading.skeleton import build_skeleton
 from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
@@ -98,6 +93,7 @@ def load_model(
     free_bytes: Callable[[torch.device], int] = free_bytes,
     packer_for: Callable[[torch.dtype], WeightPacker | None] = lambda _dtype: None,
     cache: PackedModelCache = NO_CACHE,
+    say: Callable[[str], object] = lambda text: None,
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
@@ -106,7 +102,7 @@ def load_model(
     weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
     max_model_len: at most the model's own; None uses that. free_bytes: that a device can still allocate.
     packer_for: makes what packs the linear layers of a model of this dtype on a CPU; without, they stay.
-    cache: keeps packed models, and shares them among the workers of a machine.
+    cache: keeps packed models for the workers of a machine. say: told if hashing the weights takes long.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     whole = _read_config(path)
@@ -116,7 +112,7 @@ def load_model(
     tokenizer, ends = tokenizer_fingerprint(path), eos_token_ids(path)
     load_dtype, target = _load_dtype((whole, config), dtype), _device(device)
     _configure(path, config, is_text_part=is_text_part)
-    fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights))
+    fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights), say)
     packer = packer_for(load_dtype) if target.type == "cpu" else None
     options = LoadOptions(dtype=load_dtype, device=target, weights=weights, packer=packer, is_text_part=is_text_part)
 
@@ -125,7 +121,6 @@ def load_model(
 
     source = ModelSource(
         fingerprint=fingerprint,
-        file_version=weight_version(path),
         new_skeleton=lambda: build_skeleton(model_class, deepcopy(config), load_dtype),
         load=partial(_load_checkpoint, path, model_class, config, options, require_memory),
         require_memory=require_memory,

@@ -16,6 +16,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.gpu_start import Say
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import DraftDevice, num_blocks_per_draft_block
@@ -94,10 +95,15 @@ def draft_config(config: WorkerConfig) -> WorkerConfig | None:
 
 
 def load_draft(
-    own: WorkerConfig, verifying: "LoadedModel", num_threads: int, gpu_refused: Mapping[str, str]
+    own: WorkerConfig,
+    verifying: "LoadedModel",
+    num_threads: int,
+    gpu_refused: Mapping[str, str],
+    say: Say = lambda text: None,
 ) -> LoadedDraft:
     """Load the draft model of `own`, see `draft_config`. `gpu_refused`: as in `choose_backend`.
 
+    say: told what takes long.
     Raises ModelError if the model cannot be served, does not fit, or has another tokenizer than `verifying`.
     """
     from baton.model.backends.backend_selection import choose_backend
@@ -113,6 +119,7 @@ def load_draft(
         device=verifying.device.type,
         weights=own.weights,
         max_model_len=_draft_max_model_len(path, verifying.max_model_len),
+        say=say,
         **packing(own, num_threads),
     )
     backend = choose_backend(

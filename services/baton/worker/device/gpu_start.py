@@ -46,11 +46,7 @@ def find_out_about_gpu(config: WorkerConfig, draft: WorkerConfig | None, say: Sa
     """
     if not uses_gpu(config):
         return GpuFindings()
-
-    def report(text: str) -> None:
-        log.info("worker_starting", activity=text)
-        say(text)
-
+    report = logged(say)
     if config.transfer in ("nixl", "auto"):
         require_plain_segments(os.environ)
     share_compile_caches(os.environ)
@@ -62,6 +58,16 @@ def find_out_about_gpu(config: WorkerConfig, draft: WorkerConfig | None, say: Sa
     report(LOADING)
     own, of_draft = [*refused, {}, {}][:2]
     return GpuFindings(path=found, refused=own, draft_refused=of_draft)
+
+
+def logged(say: Say) -> Say:
+    """Return `say` that also logs what it is told."""
+
+    def report(text: str) -> None:
+        log.info("worker_starting", activity=text)
+        say(text)
+
+    return report
 
 
 def kv_path_of(config: WorkerConfig, say: Say) -> KvPathChoice:

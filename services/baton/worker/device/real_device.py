@@ -26,7 +26,7 @@ from baton.transfer.backends.host_memory import Bytes
 from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.draft_device import LoadedDraft, draft_config, load_draft
 from baton.worker.device.gpu_allocator import require_plain_memory
-from baton.worker.device.gpu_start import Say, find_out_about_gpu
+from baton.worker.device.gpu_start import Say, find_out_about_gpu, logged
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_memory.kv_path import KvPath
 from baton.worker.device.kv_memory.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
@@ -79,7 +79,7 @@ def _open_in_compute_thread(
 
     of_draft = draft_config(config)
     gpu = find_out_about_gpu(config, of_draft, say)  # first, because other processes need memory on the GPU
-    loaded = _load(config, num_threads)
+    loaded = _load(config, num_threads, logged(say))
     backend = choose_backend(
         loaded,
         kernels=config.kernels,
@@ -90,7 +90,9 @@ def _open_in_compute_thread(
     windows = tuple(params.window for params in backend.attention_params)
     layout = loaded.layout(config.block_size_tokens, windows)
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
-    draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, gpu.draft_refused)
+    draft = None
+    if of_draft is not None:
+        draft = load_draft(of_draft, loaded, num_threads, gpu.draft_refused, logged(say))
     num_blocks = _num_blocks(config, loaded, backend, layout, draft)
     cache, registered, tier, disk, copies_to = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
     pool = BlockPool(
@@ -169,7 +171,7 @@ def _num_blocks(
     return num_blocks
 
 
-def _load(config: WorkerConfig, num_threads: int) -> "LoadedModel":
+def _load(config: WorkerConfig, num_threads: int, say: Say) -> "LoadedModel":
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
 
@@ -180,6 +182,7 @@ def _load(config: WorkerConfig, num_threads: int) -> "LoadedModel":
         device=config.device,
         weights=config.weights,
         max_model_len=config.max_model_len,
+        say=say,
         **packing(config, num_threads),
     )
 

@@ -231,29 +231,26 @@ def test_memory_for_a_file_is_required(tiny: Path, cache: Path) -> None:
 
 
 def test_keys_differ_with_everything_that_decides_the_bytes() -> None:
-    keys = {image_key(each, "1@1", packer(torch.float32)) for each in "ab"}
-    keys.add(image_key("a", "1@2", packer(torch.float32)))
-    keys.add(image_key("a", "1@1", packer(torch.bfloat16)))
-    keys.add(image_key("a", "1@1", WeightPacker(load_kernels(1), dtype=torch.float32, native_is_faster=False)))
-    assert len(keys) == 5
-    assert image_key("a", "1@1", packer(torch.float32)) in keys
+    keys = {image_key(each, packer(torch.float32)) for each in "ab"}
+    keys.add(image_key("a", packer(torch.bfloat16)))
+    keys.add(image_key("a", WeightPacker(load_kernels(1), dtype=torch.float32, native_is_faster=False)))
+    assert len(keys) == 4
+    assert image_key("a", packer(torch.float32)) in keys
 
 
 def test_a_repaired_checkpoint_is_packed_again(save: Callable[[PreTrainedConfig], Path], cache: Path) -> None:
-    """It was damaged where the model's fingerprint has no sample, as after an interrupted copy."""
+    """A few rows of a large tensor were zero, as after an interrupted copy."""
     path = save(LlamaConfig(**TINY | {"vocab_size": 2048}))
     file = path / "model.safetensors"
     right, expected = file.read_bytes(), logits_of(load(path, cache, dtype="float32"))
-    the_file(cache).unlink()
     tensors = load_file(file)
     tensors["lm_head.weight"].view(-1)[116_000:121_000] = 0
     save_file(tensors, file)
     damaged = load(path, cache, dtype="float32")
     assert not torch.equal(logits_of(damaged), expected)
     file.write_bytes(right)
-    os.utime(file, (1, 1))
     repaired = load(path, cache, dtype="float32")
-    assert repaired.model_fingerprint == damaged.model_fingerprint
+    assert repaired.model_fingerprint != damaged.model_fingerprint
     assert torch.equal(logits_of(repaired), expected)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.core.errors import ModelError
 from baton.runtime.process.process import python_module
-from baton.runtime.user_cache import cache_directory
+from baton.runtime.user_cache import cache_directory, file_identity
 
 MAX_DIRECTORIES = 16
 """Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
@@ -44,12 +44,12 @@ def is_gguf(path: Path) -> bool:
 def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | None = None) -> Path:
     """Return the model directory of a GGUF file, made by `convert` unless it is in the cache.
 
-    The key covers path, size and time of the file, and the versions of the libraries that convert it. Raises
-    ModelError if the file is damaged or not supported, or if the cache cannot be written.
+    The key covers path, inode, size and times of the file, and the versions of the libraries that convert it.
+    Raises ModelError if the file is damaged or not supported, or if the cache cannot be written.
     """
     root = cache if cache is not None else default_gguf_cache()
     try:
-        directory = root / _key(path.resolve())
+        directory = root / _key(path)
         if directory.is_dir():
             os.utime(directory)
             return directory
@@ -75,9 +75,8 @@ def default_gguf_cache() -> Path:
 
 
 def _key(path: Path) -> str:
-    facts = path.stat()
     versions = [version(library) for library in ("transformers", "tokenizers")]
-    content = json.dumps([str(path), facts.st_size, facts.st_mtime_ns, CONVERSION, *versions])
+    content = json.dumps([*file_identity(path), CONVERSION, *versions])
     return blake2b(content.encode(), digest_size=16).hexdigest()
 
 

@@ -56,13 +56,12 @@ class PackedModel:
 class ModelSource:
     """Makes a model without a file.
 
-    fingerprint, file_version: see `model_fingerprint` and `weight_version`.
+    fingerprint: see `model_fingerprint`.
     new_skeleton: returns it without weights. load: returns it with weights from the checkpoint, and their
     format. require_memory: raises ModelError if a number of bytes is more than what is free.
     """
 
     fingerprint: str
-    file_version: str
     new_skeleton: Callable[[], PreTrainedModel]
     load: Callable[[], tuple[PreTrainedModel, str]]
     require_memory: Callable[[int], None]
@@ -84,7 +83,7 @@ class PackedModelCache:
         """
         if not self._max_bytes:
             return load_unshared(source, packer)
-        path = self._directory / f"{image_key(source.fingerprint, source.file_version, packer)}{_SUFFIX}"
+        path = self._directory / f"{image_key(source.fingerprint, packer)}{_SUFFIX}"
         found = _read(path, source, packer)
         if found is not None:
             return found
@@ -136,14 +135,10 @@ class PackedModelCache:
                     left.unlink()
 
 
-def image_key(fingerprint: str, file_version: str, packer: WeightPacker) -> str:
-    """Return a digest of everything that decides the bytes of a packed model.
-
-    The fingerprint has only samples of the weights. A file that was damaged between them when it was packed,
-    and then replaced, has another version.
-    """
+def image_key(fingerprint: str, packer: WeightPacker) -> str:
+    """Return a digest of everything that decides the bytes of a packed model."""
     root, digest = Path(__file__).parents[2], blake2b(digest_size=16)
-    facts = [fingerprint, file_version, packer.dtype, packer.native_is_faster, packer.kernels.has_bf16_dot]
+    facts = [fingerprint, packer.dtype, packer.native_is_faster, packer.kernels.has_bf16_dot]
     facts += [platform.machine(), sys.byteorder, *(version(library) for library in ("torch", "transformers"))]
     digest.update(json.dumps(facts, default=str).encode())
     for path in sorted(path for pattern in _LAYOUT_SOURCES for path in root.glob(pattern)):
