@@ -276,6 +276,12 @@ ROWS = [
                 unit="Bps",
             ),
             Panel(
+                title="Speed of transfer backends",
+                text="When --transfer auto last chose between them. 0: cannot be used.",
+                queries={"{{instance}} reads {{peer}} ({{transfer}})": "baton_link_backend_bytes_per_second"},
+                unit="Bps",
+            ),
+            Panel(
                 title="Transfer duration, p50 and p99", queries=quantiles("baton_transfer_seconds", 0.5, 0.99), unit="s"
             ),
             Panel(
@@ -336,6 +342,65 @@ ROWS = [
             Panel(
                 title="Prompt and output tokens",
                 queries={"prompt/s": rate("baton_prompt_tokens_total"), "output/s": rate("baton_output_tokens_total")},
+            ),
+        ],
+    ),
+    Row(
+        title="KV tiers",
+        panels=[
+            counted(
+                "Copies of KV, by tier",
+                "baton_tier_bytes_total",
+                "tier, direction",
+                unit="Bps",
+                text="store: from the device to a slower tier. load: back. No series without such a tier.",
+            ),
+            Panel(
+                title="Speed of copies, by tier",
+                text="Bytes divided by the seconds in which copies were running.",
+                queries={
+                    "{{tier}} {{direction}}": share(
+                        "baton_tier_bytes_total", "baton_tier_copy_seconds_total", "tier, direction"
+                    )
+                },
+                unit="Bps",
+            ),
+            Panel(
+                title="Reloads",
+                text="late: jobs that computed KV because its reload took as long as computing.",
+                queries={
+                    "{{outcome}}": rate("baton_reloads_total", "outcome"),
+                    "late": rate("baton_late_reloads_total"),
+                },
+                unit="ops",
+            ),
+            Panel(
+                title="Prompt tokens per second, reloaded instead of computed",
+                queries={"{{role}}": by_role("rate(baton_reloaded_tokens_total[$__rate_interval])")},
+            ),
+            Panel(
+                title="Predicted / actual reload time",
+                text="1 is exact; below 1, reloads were slower than predicted.",
+                queries=quantiles("baton_reload_predicted_over_actual_ratio", 0.1, 0.5, 0.9),
+            ),
+            Panel(
+                title="Preemptions, by the predicted faster way back",
+                queries={"{{way}}": rate("baton_preemptions_by_way_total", "way")},
+                unit="ops",
+            ),
+            Panel(
+                title="Faults of tiers (should be 0)",
+                queries={
+                    "failed copies/s {{tier}}": rate("baton_tier_failed_copies_total", "tier"),
+                    "invalid blocks/s {{tier}}": rate("baton_tier_invalid_blocks_total", "tier"),
+                },
+                width=12,
+            ),
+            Panel(
+                title="Defects of files of KV since the workers' start",
+                text="unfinished, duplicate and foreign_file are normal after a kill, a new release or another model.",
+                queries={"{{defect}}": "sum by (defect) (baton_disk_kv_defects_total)"},
+                width=12,
             ),
         ],
     ),

@@ -16,6 +16,7 @@ FAMILIES = (
     metrics.SchedulerMetrics,
     metrics.FleetMetrics,
     metrics.EngineMetrics,
+    metrics.TierMetrics,
     metrics.TransferMetrics,
 )
 OF_THE_TARGET = frozenset({"job", "instance", "namespace", "pod"})

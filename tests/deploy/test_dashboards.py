@@ -22,6 +22,9 @@ ASKED_FOR = {
     "D queue": "baton_running_seqs",
     "KV flow": "baton_transfer_bytes_total",
     "cache": "baton_prefix_hit_tokens_total",
+    "reloads of KV": "baton_reloads_total",
+    "defects on disks": "baton_disk_kv_defects_total",
+    "speed of transfer backends": "baton_link_backend_bytes_per_second",
     "prediction error": "baton_predicted_over_actual_ratio_bucket",
 }
 

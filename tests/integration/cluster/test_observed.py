@@ -36,6 +36,8 @@ NEEDS_A_FAULT = {
 OF_A_FLEET = {'baton_fleet_workers{state=~"waiting|failing"}'}
 """Selectors of fleet metrics, which this cluster does not export. `tests/unit/fleet/test_fleet_main.py`
 does."""
+OF_A_CHOICE = {"baton_link_backend_bytes_per_second"}
+"""Selectors of metrics that only `--transfer auto` exports."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ async def scrape(cluster: ProcessCluster, database: Database, at_s: float) -> No
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def recorded() -> AsyncIterator[Recorded]:
+async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recorded]:
     settings = {
         "device": "emulated",
         "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
@@ -87,6 +89,9 @@ async def recorded() -> AsyncIterator[Recorded]:
         "admission": "predictive",
         "slo": "ttft=30s,tpot=5s",
         "transfer": "local",
+        "host_kv_memory": 1 << 20,
+        "disk_kv": str(tmp_path_factory.mktemp("kv")),
+        "disk_kv_size": 1 << 20,
         "admin_port": 0,
         **LONG_TIMES,  # a fault would add series
     }
@@ -116,14 +121,14 @@ async def test_every_selector_finds_a_series(recorded: Recorded) -> None:
     for selector in (one for query in all_queries for one in selectors(query)):
         if selector.name not in RECORDED:
             (found if list(recorded.database.matching(selector)) else missing).add(bare(selector))
-    assert missing == NEEDS_A_FAULT | OF_A_FLEET
+    assert missing == NEEDS_A_FAULT | OF_A_FLEET | OF_A_CHOICE
     assert len(found) > 50
 
 
 @pytest.mark.parametrize(("name", "query"), [pytest.param(name, query, id=name) for name, query in queries(RANGE)])
 async def test_every_dashboard_query_has_a_value(recorded: Recorded, name: str, query: str) -> None:
-    needs_a_fault = any(bare(selector) in NEEDS_A_FAULT for selector in selectors(query))
-    assert bool(recorded.database.vector(query, recorded.last_s)) is not needs_a_fault, name
+    has_none = any(bare(selector) in NEEDS_A_FAULT | OF_A_CHOICE for selector in selectors(query))
+    assert bool(recorded.database.vector(query, recorded.last_s)) is not has_none, name
 
 
 async def test_every_process_exports_its_memory_budget_and_the_stalls_of_its_loop(recorded: Recorded) -> None:
