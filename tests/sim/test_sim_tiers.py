@@ -8,10 +8,11 @@ import pytest
 from baton.core.ids import WorkerRef
 from baton.engine.tiers.kv_tier import BlockToStore
 from baton.sim import virtual_time
-from baton.sim.sim_disk import READ_LATENCY_S, SimDisk
+from baton.sim.sim_disk import DISK_BYTES_PER_S, READ_LATENCY_S, SimDisk
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_tier import REUSED, SimCopyRunner, SimTierMemory
 from baton.worker.disk.disk_format import DiskDefect
+from baton.worker.disk.disk_runner import NUM_READERS
 from baton.worker.tiers.disk_tier import DiskTier
 
 pytestmark = pytest.mark.sim
@@ -99,3 +100,22 @@ def test_copies_take_times_that_deviate_by_at_most_their_share() -> None:
     times_s = virtual_time.run(main())
     assert 0.7e-3 <= min(times_s) < 0.75e-3
     assert 1.25e-3 < max(times_s) <= 1.3e-3
+
+
+def test_a_reload_from_a_disk_uses_all_of_its_readers() -> None:
+    num_blocks = 2 * NUM_READERS
+
+    async def main() -> float:
+        disk, device = SimDisk(num_blocks, SIZE), SimMemory(2 * num_blocks, SIZE)
+        hashes = [bytes([number + 1]) * 16 for number in range(num_blocks)]
+        blocks = [BlockToStore(block_id=number, block_hash=each) for number, each in enumerate(hashes)]
+        for number in range(num_blocks):
+            device.write_block(number, range(SIZE))
+        tier = opened(disk, device, epoch=1)
+        assert await tier.store(blocks) == num_blocks
+        began_s = asyncio.get_running_loop().time()
+        assert await tier.load(hashes, range(num_blocks, 2 * num_blocks)) == num_blocks
+        return asyncio.get_running_loop().time() - began_s
+
+    bytes_s = num_blocks * BLOCK_BYTES / DISK_BYTES_PER_S
+    assert virtual_time.run(main()) < READ_LATENCY_S + 1.5 * bytes_s

@@ -23,7 +23,7 @@ from baton.runtime.logging import get_logger
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
 from baton.worker.disk.disk_format import DiskDefect, SlotHeader
-from baton.worker.disk.disk_runner import DiskRunner
+from baton.worker.disk.disk_runner import NUM_READERS, DiskRunner
 from baton.worker.disk.os_file import NoAnswer
 from baton.worker.tiers.host_tier import TierTotals
 from baton.worker.tiers.running_calls import MAX_STOP_S, RunningCalls
@@ -112,7 +112,8 @@ class DiskTier:
         num_stored_at_once = num_rows // 2
         self._store_rows = range(num_stored_at_once)
         self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
-        self._part_blocks = max(1, min(self._load_rows.num_rows, COPY_BYTES // block_bytes))
+        # As small as lets all readers take part: one that reads block after block waits for the disk each time.
+        self._part_blocks = max(1, min(self._load_rows.num_rows // NUM_READERS, COPY_BYTES // block_bytes))
         self._speed = TierSpeed(block_bytes)
         self._stage_s, self._num_stores = 0.0, 0
         self._store_turn = asyncio.Lock()
