@@ -11,7 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from baton.core.errors import BatonError, ModelError
+from baton.model.device.kv_tensors import DTYPE_NAMES
 from baton.model.linear.experts import is_experts
+from baton.model.linear.pack_model import rounds_activations
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.quantise import quantise
 from baton.model.linear.weight_packing import PANEL
@@ -137,7 +139,11 @@ class PendingModel:
             hint = f"coded weights are kept on a CPU only; here they take {8 * options.dtype.itemsize} bits"
             log.warning("weights_dequantised", number=done.num_dequantised, device=str(options.device), hint=hint)
             description = f"{description}, dequantised"
-        log.info("weights_loaded", format=description, num_coded=done.num_coded)
+        activations = DTYPE_NAMES[options.dtype]
+        if rounds_activations(self._model):
+            activations += ", rounded to 8 bits in products with codes"
+            description = f"{description}; products with codes round activations to 8 bits"
+        log.info("weights_loaded", format=description, num_coded=done.num_coded, activations=activations)
         return self._model, description
 
     def host_bytes(self) -> int:
@@ -174,6 +180,11 @@ def open_by_module(
             "download or copy it again"
         ) from error
     with _source(path, model, config, is_text_part=options.is_text_part) as source:
+        if coder is not None and any(source.is_coded(name) for name, _ in model.named_modules()):
+            raise ModelError(
+                f"--weights {options.weights} is for plain checkpoints; {path} is quantised already "
+                f"({source.description}): use --weights auto"
+            )
         yield PendingModel(path, model, source, options, coder)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
 from baton.model.loading.gguf.gguf_cache import GGUF_LINK
 from baton.model.loading.weight_digests import weight_digests
 
+_Fact = TypeVar("_Fact")
 _MAX_HEADER_BYTES = 256 << 20
 _DAMAGED = (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 """Errors of reading a file with unexpected content. RecursionError: its JSON is nested too deeply."""
@@ -50,11 +51,23 @@ def tensor_sizes(model_dir: Path) -> dict[str, int]:
 
     Raises ModelError if a file is missing or unreadable.
     """
-    sizes: dict[str, int] = {}
+    return _of_tensors(model_dir, lambda entry: math.prod(entry["shape"]))
+
+
+def tensor_dtypes(model_dir: Path) -> dict[str, str]:
+    """Return the type of each tensor in a model's files, as safetensors calls it, by name.
+
+    Raises ModelError if a file is missing or unreadable.
+    """
+    return _of_tensors(model_dir, lambda entry: str(entry["dtype"]))
+
+
+def _of_tensors(model_dir: Path, fact: Callable[[dict[str, Any]], _Fact]) -> dict[str, _Fact]:
+    found: dict[str, _Fact] = {}
     for path in weight_files(model_dir):
         with _reading(path) as file:
-            sizes.update((name, math.prod(entry["shape"])) for name, entry in _entries(file).items())
-    return sizes
+            found.update((name, fact(entry)) for name, entry in _entries(file).items())
+    return found
 
 
 def num_weights(model_dir: Path, is_used: Callable[[str], object] = bool) -> int:

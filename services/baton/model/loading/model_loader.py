@@ -22,8 +22,15 @@ from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
 from baton.model.linear.packer import WeightPacker
 from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
 from baton.model.loading.image.image_cache import NO_CACHE, ModelSource, PackedModelCache, load_unshared
-from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
+from baton.model.loading.model_fingerprint import (
+    gguf_file,
+    model_fingerprint,
+    num_weights,
+    tensor_dtypes,
+    tensor_sizes,
+)
 from baton.model.loading.model_support import OVERFLOWS_FLOAT16, causal_lm_class, kv_heads
+from baton.model.loading.quantised.stated_config import require_plain, stated_quantisation
 from baton.model.loading.skeleton import build_skeleton
 from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
 
@@ -145,12 +152,20 @@ def load_model(
 
 
 def _configure(path: Path, config: PreTrainedConfig, *, is_text_part: bool) -> None:
-    """Prepare transformers and a configuration for loading."""
+    """Prepare transformers and a configuration for loading. Raises ModelError for weights of unknown form."""
+    _require_description(path, config, is_text_part=is_text_part)
     if is_text_part:
         config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
         set_verbosity_error()  # else each weight of the other parts is reported as unexpected
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
+
+
+def _require_description(path: Path, config: PreTrainedConfig, *, is_text_part: bool) -> None:
+    """Raise ModelError if the weights are quantised, and nothing says how."""
+    if getattr(config, "quantization_config", None) is None and gguf_file(path) is None:
+        is_own = own_name if is_text_part else bool
+        require_plain(path, {name: dtype for name, dtype in tensor_dtypes(path).items() if is_own(name)})
 
 
 def _load_checkpoint(
@@ -243,6 +258,8 @@ def _read_config(path: Path) -> PreTrainedConfig:
             f"{path / 'config.json'} describes a model that this version of transformers does not support "
             f"({type(error).__name__}: {error})"
         ) from error
+    if getattr(config, "quantization_config", None) is None and (found := stated_quantisation(path, config)):
+        config.quantization_config = found
     return config
 
 

@@ -29,7 +29,10 @@ _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | dic
 _EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of gate, up and down projection of an expert. The second are those of Mixtral."""
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_PLAIN_EXPERTS = (f"{_GATE_UP}_bias", f"{_DOWN}_bias")
+_PLAIN = {"weight", _BIAS, _GATE_UP, _DOWN, f"{_GATE_UP}_bias", f"{_DOWN}_bias"}
+"""Last parts of the names of tensors of modules that are not quantised."""
+_KV_SCALES = {"k_scale", "v_scale", "output_scale"}
+"""The same for scales of KV, which are not used: KV has the dtype of `--kv-dtype`."""
 
 
 class SafetensorsSource:
@@ -120,7 +123,7 @@ class SafetensorsSource:
 
     def _is_coded(self, checkpoint_module: str) -> bool:
         last = {name.rpartition(".")[2] for name in self._of_module.get(checkpoint_module, ())}
-        return self._layout is not None and bool(last - {"weight", _BIAS, _GATE_UP, _DOWN, *_PLAIN_EXPERTS})
+        return self._layout is not None and bool(last - _PLAIN - _KV_SCALES)
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights[Weight]] | None:
         read = next((read for mark, read in self._fused.items() if f"{module}.{_GATE_UP}{mark}" in self._places), None)

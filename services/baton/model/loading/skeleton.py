@@ -37,6 +37,8 @@ DEQUANTISED_BYTES = 256 << 20
 _BYTES_WHILE_DEQUANTISED = 20
 """Bytes of a number while it is dequantised: four float32 arrays and the result."""
 
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 Coder = Callable[[str, torch.Tensor], Weight]
 """Returns the coded weight of a linear layer, from its name and its plain values."""
 
@@ -197,6 +199,8 @@ def _joined_experts(name: str, module: Any, source: WeightSource) -> list[Expert
     gate_up, down = (source.tensor(f"{name}.{part}") for part in (GATE_UP, DOWN))
     if gate_up is None or down is None:
         return None
+    for part, value in ((GATE_UP, gate_up), (DOWN, down)):
+        _require_plain(f"{name}.{part}", value, module.get_parameter(part))
     gate_up, down = as_matrices(module, GATE_UP, gate_up), as_matrices(module, DOWN, down)
     return [
         ExpertWeights([FloatWeight(first.contiguous())], FloatWeight(second.contiguous()))
@@ -322,10 +326,20 @@ def _divide_frequencies(model: PreTrainedModel, source: WeightSource) -> None:
 
 
 def require_same_shape(name: str, value: torch.Tensor, old: torch.Tensor) -> None:
-    """Raise ModelError unless a value of the checkpoint has the shape of the model's parameter."""
+    """Raise ModelError unless a value has the shape of the model's parameter, and is no code."""
+    _require_plain(name, value, old)
     if value.shape != old.shape:
         raise ModelError(
             f"{name} has the shape {tuple(value.shape)} in the checkpoint; its configuration says {tuple(old.shape)}"
+        )
+
+
+def _require_plain(name: str, value: torch.Tensor, old: torch.Tensor) -> None:
+    """Raise ModelError if a tensor of codes would be read as the floats of a parameter."""
+    if old.is_floating_point() and value.dtype not in _PLAIN_DTYPES:
+        raise ModelError(
+            f"{name} is {str(value.dtype).removeprefix('torch.')} in the checkpoint, and has no scales that are known; "
+            "must be floats of 16 or 32 bits"
         )
 
 

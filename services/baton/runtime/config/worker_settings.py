@@ -46,8 +46,8 @@ class ComputeSettings(Config):
     )
     weights: Literal["auto", "int8", "int4"] = setting(
         "auto",
-        help="format of weights in memory; auto keeps the checkpoint's; int8 and int4 quantise the weights of linear "
-        "layers that are not quantised yet, when the model is loaded",
+        help="format of weights in memory; auto keeps the checkpoint's; int8 and int4 quantise the linear layers "
+        "of a plain checkpoint when it is loaded, on a CPU",
     )
     weight_cache: int = setting(
         32 << 30,

@@ -53,7 +53,6 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
     ),
 }
-W8A8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 
 
 def scheme_config(name: str, **more: Any) -> dict[str, Any]:
@@ -211,7 +210,10 @@ def test_columns_in_the_order_of_activations() -> None:
         ({"format": "marlin-24"}, "marlin-24"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
         ({"sparsity_config": ["dense"]}, "sparsity"),
-        ({"config_groups": {}}, "without config_groups"),
+        ({"config_groups": {}}, "no group"),
+        ({"config_groups": {"g": {"targets": ["Linear"], "weights": None}}}, "no group"),
+        ({"config_groups": {"g": {"targets": ["Linear"], "weights": 8}}}, "weights 8"),
+        ({"config_groups": [1]}, "groups by name"),
         ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "type": "int"}}}}, "3 bits"),
         ({"config_groups": {"g": {"targets": ["re:("], "weights": {"num_bits": 4, "type": "int"}}}}, "expression"),
         ({"config_groups": {"g": {"targets": ["Conv"], "weights": {"num_bits": 4, "type": "int"}}}}, "no group"),
@@ -247,8 +249,27 @@ def test_damaged_tensors_are_refused_by_name(name: str, damage: dict[str, Any], 
         CompressedTensorsLayout(scheme_config(name)).weight("model.up_proj", tensors)
 
 
-def test_quantised_activations_are_not_applied() -> None:
-    """A W8A8 checkpoint is computed with its int8 weights and the activations of the model's dtype."""
-    config = scheme_config("int8 channel")
-    config["config_groups"]["group_0"]["input_activations"] = W8A8
-    assert "activations are not quantised" in CompressedTensorsLayout(config).description
+@pytest.mark.parametrize("groups", [{}, {"kv": {"targets": ["re:.*self_attn$"], "weights": None}}])
+def test_weights_without_a_group_are_plain(groups: dict[str, Any], tmp_path: Path) -> None:
+    """As in a checkpoint that has scales for KV only."""
+    config = Qwen3Config(**QWEN3)
+    quantised = scheme_config("fp8 tensor", config_groups=groups, kv_cache_scheme={"num_bits": 8, "type": "float"})
+
+    def pack(module: str, value: torch.Tensor) -> Stored:
+        return {"weight": value} | {name: torch.ones(1) for name in ("k_scale", "v_scale")}, value
+
+    means = write_checkpoint(tmp_path, config, quantised, pack)
+    loaded = load_model(tmp_path, dtype="float32", device="cpu")
+    assert loaded.weight_format == "compressed-tensors plain weights"
+    assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
+    assert load_model(tmp_path, device="cpu", weights="int8").weight_format.endswith("then int8")
+
+
+def test_weights_of_the_dense_format_are_plain() -> None:
+    """Their scales are those with which they would be quantised."""
+    value = torch.randn(64, 128).bfloat16()
+    layout = CompressedTensorsLayout(scheme_config("int4 groups", format="dense"))
+    weight = layout.weight("m", {"weight": value, "weight_scale": torch.ones(64, 4)})
+    assert torch.equal(weight.dequantized(), value.float())  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match=r"m\.weight is int8; in the format dense"):
+        layout.weight("m", {"weight": value.to(torch.int8), "weight_scale": torch.ones(64, 4)})

@@ -18,7 +18,7 @@ from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.quantised.awq import AwqLayout
 from baton.model.loading.quantised.gptq import GptqLayout
-from baton.model.loading.quantised.layouts import LAYOUTS, layout_of
+from baton.model.loading.quantised.layouts import layout_of
 from baton.model.loading.quantised.module_tensors import CheckpointLayout, OrderedWeight, Tensors
 from baton.model.loading.quantised.mxfp4 import mxfp4_weight
 from baton.model.loading.quantised.scaled_floats import Fp8Layout
@@ -120,6 +120,15 @@ def fp8(value: torch.Tensor, block: tuple[int, int] = (128, 128)) -> Stored:
     return {"weight": values, "weight_scale_inv": inverse}, means
 
 
+def fp8_rows(value: torch.Tensor, *, is_tensor: bool = False) -> Stored:
+    """Store a weight as FBGEMM does, with a scale for each row; or as ModelOpt, with one for all."""
+    size = value.abs().max() if is_tensor else value.abs().amax(1, keepdim=True)
+    scale = size / 448
+    values = (value / scale).to(torch.float8_e4m3fn)
+    stored = {"weight": values, "weight_scale": scale}
+    return stored | ({"input_scale": torch.tensor(0.5)} if is_tensor else {}), values.float() * scale
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq),
     "gptq v2 of 8 bits": (
@@ -153,6 +162,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         {"quant_method": "fp8", "weight_block_size": [48, 80]},
         lambda value: fp8(value, (48, 80)),
     ),
+    "fbgemm fp8": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_rows),
+    "modelopt fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        lambda value: fp8_rows(value, is_tensor=True),
+    ),
+    "auto-round as gptq": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        lambda value: without_g_idx(*gptq(value, symmetric=True)),
+    ),
+    "auto-round as awq": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 64, "backend": "auto_round:awq"},
+        awq,
+    ),
 }
 
 
@@ -175,7 +197,18 @@ def test_weight_is_exact(name: str) -> None:
     assert torch.allclose(weight.dequantized(), means, rtol=1e-6, atol=1e-7)
     assert isinstance(weight, FloatWeight if "fp8" in name else CodedWeight)
     if isinstance(weight, CodedWeight):
-        assert (weight.offsets is None) == (name == "gptq symmetric")
+        assert (weight.offsets is None) == (name in ("gptq symmetric", "auto-round as gptq"))
+
+
+def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
+    """`dynamic` sets them by name; the tensors of a module say them, too."""
+    config = Qwen3Config(**QWEN3)
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}
+    means = write_checkpoint(
+        tmp_path, config, quantization, lambda module, value: gptq(value, 8 if module.endswith("down_proj") else 4)
+    )
+    loaded = load_model(tmp_path, dtype="float32", device="cpu")
+    assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -300,7 +333,11 @@ def test_tensors_of_an_unforeseen_form_are_refused(tmp_path: Path) -> None:
         ({}, "unnamed"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, "dynamic has bits 8"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.down_proj": {"bits": 3}}}, "dynamic has bits 3"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:gptqmodel"}, "auto_round:gptqmodel"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "llm_compressor"}, "llm_compressor"),
+        ({"quant_method": "auto-round", "bits": 2}, "bits 2"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, "llm-awq"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point"),
@@ -311,7 +348,6 @@ def test_tensors_of_an_unforeseen_form_are_refused(tmp_path: Path) -> None:
 def test_unknown_methods_are_refused_by_name(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         layout_of(config)
-    assert len(LAYOUTS) == 5
 
 
 def changed(tensors: Tensors, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -324,6 +360,12 @@ def changed(tensors: Tensors, **changes: torch.Tensor | None) -> dict[str, torch
         (GptqLayout({"bits": 4}), gptq, {"scales": torch.ones(3, 64), "g_idx": None}, "scales of the shape"),
         (GptqLayout({"bits": 4}), gptq, {"qzeros": torch.zeros(1, 8, dtype=torch.int32)}, "zero points of the shape"),
         (GptqLayout({"bits": 4}), gptq, {"qzeros": None}, "no tensor qzeros"),
+        (
+            GptqLayout({"bits": 4}),
+            gptq,
+            {"qzeros": torch.zeros(8, 6, dtype=torch.int32)},
+            "3 bits each; must be 4 or 8",
+        ),
         (GptqLayout({"bits": 4}), gptq, {"qweight": torch.ones(4, 4)}, "int32 matrix"),
         (GptqLayout({"bits": 4, "desc_act": True}), gptq, {"g_idx": torch.zeros(256, dtype=torch.int32)}, "g_idx"),
         (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.full((256,), -7, dtype=torch.int32)}, "g_idx"),

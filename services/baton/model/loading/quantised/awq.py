@@ -35,7 +35,7 @@ class AwqLayout:
             raise ModelError(f"quantization_config: AWQ version {version!r}; must be gemm")
         if not config.get("zero_point", True):
             raise ModelError("quantization_config: AWQ without zero points (zero_point: false); must have them")
-        self.description = "AWQ weights of 4 bits; activations are not quantised"
+        self.description = "AWQ weights of 4 bits"
 
     def weight(self, module: str, tensors: Tensors) -> Weight:
         plain = plain_weight(module, tensors)

@@ -25,6 +25,8 @@ from baton.model.loading.quantised.mxfp4 import mxfp4_weight
 from baton.model.loading.quantised.scaled_floats import scaled_fp8
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
+DENSE = "dense"
+"""Format of weights that are not quantised yet, beside the scales that were found for them."""
 MIXED = "mixed-precision"
 """Format of a checkpoint whose groups have formats of their own."""
 
@@ -51,20 +53,28 @@ class CompressedTensorsLayout:
             is_dense = isinstance(part, Mapping) and part.get("format") == "dense"
             if part and not is_dense and part != {"config_groups": {}}:
                 raise ModelError(f"quantization_config: {key} is set; {what} of compressed-tensors are not supported")
-        groups = config.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
-            raise ModelError("quantization_config: compressed-tensors without config_groups")
-        described = [_module_group(str(name), group, config) for name, group in groups.items()]
+        groups = config.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+            raise ModelError("quantization_config: config_groups of compressed-tensors must be groups by name")
+        described = [
+            _module_group(str(name), group, config)
+            for name, group in groups.items()
+            if group.get("weights") is not None
+        ]  # the others quantise activations or KV only
         self._groups = {target: group for group in described for target in group.targets}
         self._ignored = tuple(map(str, config.get("ignore") or ()))
-        kinds = sorted({f"{'fp' if group.is_float else 'int'}{group.bits}" for group in described})
-        self.description = f"compressed-tensors {', '.join(kinds)} weights; activations are not quantised"
+        kinds = sorted(
+            {f"{'fp' if group.is_float else 'int'}{group.bits}" for group in described if group.format != DENSE}
+        )
+        self.description = f"compressed-tensors {', '.join(kinds) or 'plain'} weights"
 
     def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
         plain = plain_weight(module, tensors)
         if plain is not None:
             return plain
         group = self._group_of(module)
+        if group.format == DENSE:
+            return _dense(module, tensors)
         if group.format == "mxfp4-pack-quantized":
             packed, scales = need(module, tensors, "weight_packed"), need(module, tensors, "weight_scale")
             return mxfp4_weight(module, packed, scales)
@@ -84,17 +94,17 @@ class CompressedTensorsLayout:
         return self._groups[min(found, key=_precedence)]
 
 
-def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGroup:
-    weights = group.get("weights") if isinstance(group, Mapping) else None
+def _module_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> ModuleGroup:
+    weights = group["weights"]
     if not isinstance(weights, Mapping):
-        raise ModelError(f"quantization_config: {name} has no weights; only quantised weights are supported")
+        raise ModelError(f"quantization_config: {name} has weights {weights!r}; must be a description, or null")
     form = group.get("format") or config.get("format")
     form = "naive-quantized" if form == MIXED else form
     if form not in FORMATS:
         raise ModelError(f"quantization_config: {name} has the format {form!r}; must be one of {', '.join(FORMATS)}")
     bits, is_float = weights.get("num_bits"), weights.get("type", "int") == "float"
     allowed = (4,) if form.startswith("mxfp4") else (8,) if is_float else (4, 8)
-    if bits is None or bits not in allowed:
+    if form != DENSE and (bits is None or bits not in allowed):
         kind = "floats" if is_float else "integers"
         raise ModelError(
             f"quantization_config: {name} has {kind} of {bits!r} bits; must be {' or '.join(map(str, allowed))}"
@@ -102,7 +112,7 @@ def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGro
     return ModuleGroup(
         targets=tuple(map(str, _listed(group.get("targets")))),
         format=form,
-        bits=int(bits),
+        bits=int(bits or 0),
         is_float=is_float,
         is_symmetric=bool(weights.get("symmetric", True)),
         block=_block(name, weights),
@@ -139,6 +149,14 @@ def _matches(module: str, target: str) -> bool:
 def _precedence(target: str) -> tuple[int, str]:
     """Return a key by which the target that decides a module's group comes first: the most specific one."""
     return 2 if target == "Linear" else 1 if target.startswith("re:") else 0, target
+
+
+def _dense(module: str, tensors: Tensors) -> Weight:
+    weight = plain_weight(module, {"weight": need(module, tensors, "weight")})
+    if weight is None:
+        dtype = str(tensors["weight"].dtype).removeprefix("torch.")
+        raise ModelError(f"{module}.weight is {dtype}; in the format {DENSE} it must be floats of 16 or 32 bits")
+    return weight
 
 
 def _packed_integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:

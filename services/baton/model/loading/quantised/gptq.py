@@ -32,7 +32,7 @@ class GptqLayout:
         bits = config.get("bits")
         if bits not in BITS:
             raise ModelError(f"quantization_config: GPTQ with bits {bits!r}; must be 4 or 8")
-        self._bits, self._group = int(bits), config.get("group_size")
+        self._group = config.get("group_size")
         form = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if form not in FORMATS:
             raise ModelError(f"quantization_config: checkpoint_format is {form!r}; must be {' or '.join(FORMATS)}")
@@ -40,24 +40,22 @@ class GptqLayout:
             raise ModelError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; must be int32")
         overrides = config.get("dynamic")
         for pattern, values in overrides.items() if isinstance(overrides, dict) else ():
-            if isinstance(values, dict) and values.get("bits", bits) != bits:
+            if isinstance(values, dict) and values.get("bits", bits) not in BITS:
                 raise ModelError(
-                    f"quantization_config: dynamic has bits {values['bits']!r} for {pattern!r}; must be {bits} for all "
-                    "modules"
+                    f"quantization_config: dynamic has bits {values['bits']!r} for {pattern!r}; must be 4 or 8"
                 )
         self._zero_offset = FORMATS[form]
         self._has_order = bool(config.get("desc_act", False))
-        self.description = f"GPTQ weights of {self._bits} bits; activations are not quantised"
+        self.description = f"GPTQ weights of {bits} bits"
 
     def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
         plain = plain_weight(module, tensors)
         if plain is not None:
             return plain
-        bits = self._bits
         words = need(module, tensors, "qweight")
         scales = need(module, tensors, "scales")
         packed_zeros = need(module, tensors, "qzeros")
-        _require_words(module, words, packed_zeros)
+        bits = _bits(module, words, packed_zeros)
         codes = unpack_words(words.T.contiguous(), bits)
         columns, num_groups = codes.shape[1], len(scales)
         zeros = unpack_words(_plus(packed_zeros, self._zero_offset, bits), bits)
@@ -82,8 +80,16 @@ def _plus(words: torch.Tensor, offset: int, bits: int) -> torch.Tensor:
     return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
-def _require_words(module: str, words: torch.Tensor, zeros: torch.Tensor) -> None:
+def _bits(module: str, words: torch.Tensor, zeros: torch.Tensor) -> int:
+    """Return the bits of a module's codes, which `dynamic` may set: a zero point has as many as a code."""
     for name, tensor in (("qweight", words), ("qzeros", zeros)):
         if tensor.dtype != torch.int32 or tensor.dim() != 2:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"{module}.{name} is {dtype} of {tensor.dim()} dimensions; must be an int32 matrix")
+    bits = 32 * zeros.shape[1] / max(1, words.shape[1])
+    if bits not in BITS:
+        raise ModelError(
+            f"{module}.qzeros has {zeros.shape[1]} words for {words.shape[1]} outputs, {bits:g} bits each; "
+            "must be 4 or 8"
+        )
+    return int(bits)

@@ -4,18 +4,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.core.errors import ModelError
+from baton.model.loading.quantised.auto_round import auto_round_layout
 from baton.model.loading.quantised.awq import AwqLayout
 from baton.model.loading.quantised.compressed_tensors import CompressedTensorsLayout
 from baton.model.loading.quantised.gptq import GptqLayout
 from baton.model.loading.quantised.module_tensors import CheckpointLayout
 from baton.model.loading.quantised.mxfp4 import Mxfp4Layout
-from baton.model.loading.quantised.scaled_floats import Fp8Layout
+from baton.model.loading.quantised.scaled_floats import Fp8Layout, modelopt_layout
 
 LAYOUTS: Mapping[str, Callable[[dict[str, Any]], CheckpointLayout]] = {
+    "auto-round": auto_round_layout,
     "awq": AwqLayout,
     "compressed-tensors": CompressedTensorsLayout,
+    "fbgemm_fp8": Fp8Layout,
     "fp8": Fp8Layout,
     "gptq": GptqLayout,
+    "modelopt": modelopt_layout,
     "mxfp4": Mxfp4Layout,
 }
 """Layouts by `quant_method` of the checkpoint's `quantization_config`."""

@@ -27,7 +27,7 @@ class OrderedWeight:
 class CheckpointLayout(Protocol):
     """Reader of the modules of a quantised checkpoint.
 
-    description: what is stored and what is computed, for the log.
+    description: what is stored, for the log.
     """
 
     description: str

@@ -19,7 +19,7 @@ class Mxfp4Layout:
     """Layout of `quant_method: mxfp4`: experts have NAME_blocks and NAME_scales, the rest is plain."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.description = "mxfp4 weights of experts; activations are not quantised"
+        self.description = "mxfp4 weights of experts"
 
     def weight(self, module: str, tensors: Tensors) -> Weight:
         plain = plain_weight(module, tensors)

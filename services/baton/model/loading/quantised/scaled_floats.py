@@ -1,4 +1,7 @@
-"""Reads float8_e4m3fn weights with scales, one for a tensor, row or block (`quant_method: fp8`)."""
+"""Reads float8_e4m3fn weights with scales, one for a tensor, row or block.
+
+Methods: `fp8`, `fbgemm_fp8` (one scale a row), and `modelopt`.
+"""
 
 from typing import Any
 
@@ -10,10 +13,12 @@ from baton.model.loading.quantised.module_tensors import Tensors, need, plain_we
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 """Names of the factor by which values are multiplied. The first is that of DeepSeek and Qwen."""
+MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""Values of `quant_algo` whose weights are float8 with a scale for the tensor or each row."""
 
 
 class Fp8Layout:
-    """Layout of `quant_method: fp8`: fine-grained FP8 as in DeepSeek-V3 and Qwen3, or one scale a tensor."""
+    """Layout of float8 with a scale for each block, as in DeepSeek-V3 and Qwen3, for each row, or for all."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises ModelError if the configuration is not usable."""
@@ -24,10 +29,24 @@ class Fp8Layout:
         if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise ModelError(f"quantization_config: fmt is {config['fmt']!r}; must be e4m3")
         self._block = (block[0], block[1]) if block is not None else None
-        self.description = "fp8 weights; activations are not quantised"
+        self.description = "fp8 weights"
 
     def weight(self, module: str, tensors: Tensors) -> Weight:
         return plain_weight(module, tensors) or scaled_fp8(module, tensors, self._block)
+
+
+def modelopt_layout(config: dict[str, Any]) -> Fp8Layout:
+    """Return the layout of `quant_method: modelopt`. Raises ModelError unless it is FP8 or plain.
+
+    It is plain without a `quant_algo`, as a checkpoint that has scales for KV only.
+    """
+    algorithm = config.get("quant_algo")
+    if algorithm is not None and algorithm not in MODELOPT_ALGORITHMS:
+        raise ModelError(
+            f"quantization_config: ModelOpt with quant_algo {algorithm!r}; must be one of "
+            f"{', '.join(MODELOPT_ALGORITHMS)}"
+        )
+    return Fp8Layout({})
 
 
 def scaled_fp8(module: str, tensors: Tensors, block: tuple[int, int] | None) -> FloatWeight:
