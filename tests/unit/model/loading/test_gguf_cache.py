@@ -80,6 +80,19 @@ def test_what_the_converting_process_reports_is_raised(
         gguf_directory(tmp_path / "m.gguf", cache=tmp_path / "cache")
 
 
+def test_wrong_types_of_tokens_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gguf_cache, "CONVERTER", "converter_of_this_test")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "converter_of_this_test.py").write_text("""print('{"mistyped": ["<end_of_turn>"]}')""")
+    (tmp_path / "m.gguf").touch()
+    for _ in range(2):
+        gguf_directory(tmp_path / "m.gguf", cache=tmp_path / "cache")
+    (said,) = (str(record.msg) for record in caplog.records if "gguf_token_types_corrected" in str(record.msg))
+    assert "<end_of_turn>" in said
+
+
 def test_conversion_runs_no_module_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file there, which may be another user's, could have the name of a library."""
     monkeypatch.setattr(gguf_cache, "CONVERTER", "found_here")

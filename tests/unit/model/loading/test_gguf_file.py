@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.errors import ModelError
-from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, end_token_ids, gguf_config
+from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 
@@ -214,14 +214,3 @@ def test_unusable_tensors_are_refused_by_name() -> None:
     for divisors in ({"rope_factors_long.weight": [1.0] * 8}, dict.fromkeys(LONGROPE_TENSORS.values(), [1.0] * 7)):
         with pytest.raises(ModelError, match=r"longrope, and . values in rope_factors_short.weight; must be 8"):
             gguf_config(metadata, SHAPES, divisors)
-
-
-def test_end_tokens_are_those_that_the_file_names_and_known_control_tokens() -> None:
-    values = {
-        "general.architecture": "gemma3",
-        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "a", "<end_of_turn>", "<|im_end|>"],
-        "tokenizer.ggml.token_type": [3, 3, 1, 3, 1],
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.eot_token_id": 0,
-    }
-    assert end_token_ids(GgufMetadata(Path("m.gguf"), values)) == [1, 0, 3]

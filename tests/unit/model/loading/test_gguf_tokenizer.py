@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 from baton.model.loading.gguf.gguf_tokenizer import gguf_tokenizer
+from baton.model.loading.gguf.gguf_tokens import end_token_ids, mistyped_tokens, token_types
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 TOKENS = {
@@ -22,10 +23,14 @@ TOKENS = {
 IDS = {token: number for number, token in enumerate(TOKENS) if TOKENS[token] != UNUSED}
 
 
-def tokenizer_of(tokens: dict[str, int], **values: Any) -> Tokenizer:
+def metadata_of(tokens: dict[str, int], **values: Any) -> GgufMetadata:
     metadata = {"model": "gpt2", "tokens": list(tokens), "token_type": list(tokens.values()), **values}
     named = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
-    return gguf_tokenizer(GgufMetadata(Path("m.gguf"), {"general.architecture": "llama", **named}))
+    return GgufMetadata(Path("m.gguf"), {"general.architecture": "llama", **named})
+
+
+def tokenizer_of(tokens: dict[str, int], **values: Any) -> Tokenizer:
+    return gguf_tokenizer(metadata_of(tokens, **values))
 
 
 def byte_level(pre: str) -> Tokenizer:
@@ -67,3 +72,62 @@ def test_texts_of_added_tokens_that_merges_make_stay_so() -> None:
     tokenizer = tokenizer_of(tokens, pre="gpt-2", merges=["Ġ Ġ"])
     assert tokenizer.encode("  ").ids == [2]
     assert Tokenizer.from_str(tokenizer.to_str()).encode("a<|end|>").ids == [0, 3]
+
+
+PIECES = "▁ a b h i [ ] I N S T / ▁a ▁b hi ▁hi ▁[ IN ST INST ▁▁".split(" ")
+
+
+def sentencepiece(**values: Any) -> Tokenizer:
+    kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL} | dict.fromkeys(PIECES, NORMAL)
+    scores = [-float(number) for number in range(len(kinds))]
+    return tokenizer_of(kinds, model="llama", scores=scores, bos_token_id=1, eos_token_id=2, **values)
+
+
+@pytest.mark.parametrize(
+    "text", ["<s>[INST] hi [/INST] a</s><s>[INST] b", "a  b", " a", "", "<s>a</s>", "<s> a </s>", "</s>b</s>b", "<s>  "]
+)
+def test_each_text_between_added_tokens_begins_with_a_space(text: str) -> None:
+    """As in the original tokenizers of Llama 2 and Mistral, whose normalizer adds it."""
+    found, right = sentencepiece(), sentencepiece()
+    right.pre_tokenizer = None
+    right.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    expected = right.encode(text, add_special_tokens=False)
+    assert found.encode(text, add_special_tokens=False).ids == expected.ids
+    for skips in (False, True):
+        decoded = found.decode(expected.ids, skip_special_tokens=skips)
+        assert decoded == right.decode(expected.ids, skip_special_tokens=skips)
+
+
+def test_a_space_follows_each_added_token() -> None:
+    """The tokens are those of llama.cpp."""
+    text = "<s>[INST] hi [/INST] a</s><s>[INST] b"
+    with_space, without = sentencepiece(), sentencepiece(add_space_prefix=False)
+    encoded = with_space.encode(text, add_special_tokens=False)
+    assert encoded.tokens == "<s> ▁[ INST ] ▁hi ▁[ / INST ] ▁a </s> <s> ▁[ INST ] ▁b".split()
+    assert with_space.decode(encoded.ids) == "[INST] hi [/INST] a [INST] b"
+    encoded = without.encode(text, add_special_tokens=False)
+    assert encoded.tokens == "<s> [ INST ] ▁hi ▁[ / INST ] ▁a </s> <s> [ INST ] ▁b".split()
+    assert without.decode(encoded.ids) == "[INST] hi [/INST] a[INST] b"
+
+
+def test_known_texts_are_control_tokens_whatever_their_type() -> None:
+    """Published files have wrong types, which llama.cpp overrides, too."""
+    kinds = {"<pad>": CONTROL, "<eos>": CONTROL, "a": NORMAL, "<end_of_turn>": NORMAL, "<|im_end|>": USER_DEFINED}
+    kinds |= {"<start_of_turn>": NORMAL, "<think>": NORMAL}
+    metadata = metadata_of(kinds, eos_token_id=1, eot_token_id=0)
+    assert token_types(metadata) == [CONTROL, CONTROL, NORMAL, CONTROL, CONTROL, CONTROL, NORMAL]
+    assert mistyped_tokens(metadata) == ["<end_of_turn>", "<|im_end|>", "<start_of_turn>"]
+    assert end_token_ids(metadata) == [1, 0, 3, 4]
+    assert token_types(metadata_of({"a": NORMAL, "<|im_end|>": NORMAL}, token_type=[])) == [NORMAL, CONTROL]
+
+
+@pytest.mark.parametrize(("model", "end"), [("llama", "<end_of_turn>"), ("gpt2", "<|im_end|>")])
+def test_known_texts_of_a_wrong_type_are_found_whole(model: str, end: str) -> None:
+    kinds = {**dict.fromkeys(("a", "b", "ab", *end), NORMAL), end: NORMAL, "<unk>": UNKNOWN}
+    scores = [-float(number) for number in range(len(kinds))]
+    tokenizer = tokenizer_of(
+        kinds, model=model, pre="gpt-2", scores=scores, merges=["a b"], add_space_prefix=False, add_bos_token=False
+    )
+    encoded = tokenizer.encode(f"ab{end}")
+    assert encoded.tokens == ["ab", end]
+    assert tokenizer.decode(encoded.ids) == "ab"

@@ -13,19 +13,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 from baton.core.errors import ModelError
+from baton.runtime.logging import get_logger
 from baton.runtime.process.process import python_module
 from baton.runtime.user_cache import cache_directory, file_identity
+
+log = get_logger(__name__)
 
 MAX_DIRECTORIES = 16
 """Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
 GGUF_LINK = "model.gguf"
 """Link to the GGUF file in the directory that is made from it."""
 CONVERTER = "baton.model.loading.gguf.gguf_directory"
-CONVERSION = 3
+CONVERSION = 4
 """Counts changes of the converter's results."""
 CONVERT_S = 600
 """Longest duration of a conversion."""
 
+MAX_LOGGED_TOKENS = 16
 _UNFINISHED = "new-"
 MAGIC = b"GGUF"
 
@@ -93,6 +97,9 @@ def _convert_in_process(path: Path, directory: Path) -> None:
         raise ModelError(f"{path}: its conversion failed with exit code {done.returncode}: {last[0]}") from error
     if "problem" in answer:
         raise ModelError(answer["problem"])
+    if mistyped := answer["mistyped"]:
+        hint = "their types in the file are wrong; they are known texts, and count as control tokens, as in llama.cpp"
+        log.warning("gguf_token_types_corrected", tokens=mistyped[:MAX_LOGGED_TOKENS], hint=hint)
 
 
 def _remove_oldest(root: Path, keep: Path) -> None:

@@ -7,18 +7,11 @@ from baton.core.errors import ModelError
 from baton.model.loading.gguf.gguf_architectures import architecture_of
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 
-END_TEXTS = frozenset(
-    """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] <end_of_turn>
-    <|end_of_text|> <end_of_utterance> <eos> <turn|>""".split()
-)
-"""Control tokens that end a response. A file names one end token; chat models have more, as in llama.cpp."""
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 LONGROPE_TENSORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """Tensors with divisors of the rotary frequencies of longrope, by the name of the parameter."""
 MAX_HEAD_DIM = 1 << 14
 """Largest head size. It bounds the frequencies that are computed before any weight is read."""
-CONTROL = 3
-"""Type of a token that is no text, in `tokenizer.ggml.token_type`."""
 
 
 def gguf_config(
@@ -64,18 +57,6 @@ def gguf_config(
         **{name: metadata.token_id(key) for name, key in _TOKEN_IDS.items()},
     }
     return common | architecture.config(metadata, common)
-
-
-def end_token_ids(metadata: GgufMetadata) -> list[int]:
-    """Return the ids of tokens that end a response: those that the file names, and known control tokens."""
-    tokens, kinds = metadata.texts("tokenizer.ggml.tokens"), metadata.integers("tokenizer.ggml.token_type")
-    named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
-    known = [
-        number
-        for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == CONTROL and text in END_TEXTS
-    ]
-    return list(dict.fromkeys([number for number in (*named, *known) if number is not None]))
 
 
 def _rope_parameters(metadata: GgufMetadata, head_dim: int, divisors: Mapping[str, list[float]]) -> dict[str, Any]:

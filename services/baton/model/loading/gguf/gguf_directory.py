@@ -3,7 +3,7 @@
 Gateway, scheduler and workers then read configuration, tokenizer and chat template as those of any model, and
 compute the same fingerprints. `python -m baton.model.loading.gguf.gguf_directory FILE DIRECTORY` runs in a
 process of its own, because the conversion imports torch and the gateway must not. It prints one line of JSON,
-`{}` or `{"problem": ...}`.
+`{"mistyped": [...]}` or `{"problem": ...}`.
 """
 
 import json
@@ -15,18 +15,19 @@ from typing import Any, cast
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE
 from baton.model.loading.gguf.gguf_cache import GGUF_LINK
-from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, end_token_ids, gguf_config
+from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 from baton.model.loading.gguf.gguf_tokenizer import chat_templates, gguf_tokenizer, tokenizer_config
+from baton.model.loading.gguf.gguf_tokens import end_token_ids, mistyped_tokens
 from baton.model.loading.gguf.gguf_types import dtype_of, floats_of
 
 
-def write_gguf_directory(path: Path, directory: Path) -> None:
+def write_gguf_directory(path: Path, directory: Path) -> list[str]:
     """Write configuration, tokenizer, chat templates and a link to the file `path` into an empty directory.
 
-    The same file gives the same bytes. Raises ModelError if the file is damaged or not supported, OSError if
-    the directory cannot be written.
+    Returns the texts of the tokens whose types were wrong. The same file gives the same bytes. Raises
+    ModelError if the file is damaged or not supported, OSError if the directory cannot be written.
     """
     file = GgufFile(path)
     metadata = GgufMetadata(path, file.metadata)
@@ -54,6 +55,7 @@ def write_gguf_directory(path: Path, directory: Path) -> None:
         target.parent.mkdir(exist_ok=True)
         target.write_text(template, "utf-8")
     (directory / GGUF_LINK).symlink_to(path.resolve())
+    return mistyped_tokens(metadata)
 
 
 def _values(file: GgufFile, name: str) -> list[float]:
@@ -68,8 +70,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def main() -> None:
     """Convert the file that the command line names."""
     try:
-        write_gguf_directory(Path(sys.argv[1]), Path(sys.argv[2]))
-        answer = {}
+        answer: dict[str, Any] = {"mistyped": write_gguf_directory(Path(sys.argv[1]), Path(sys.argv[2]))}
     except ModelError as error:
         answer = {"problem": str(error)}
     except OSError as error:

@@ -16,12 +16,9 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from baton.core.errors import ModelError
-from baton.model.loading.gguf.gguf_config import CONTROL
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
+from baton.model.loading.gguf.gguf_tokens import CONTROL, UNUSED, USER_DEFINED, token_types
 
-USER_DEFINED, UNUSED = 4, 5
-"""Types of a token that is found whole in a text, and shown, and of one that only fills up the vocabulary, in
-`tokenizer.ggml.token_type`."""
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 """Kinds of vocabularies, in `tokenizer.ggml.model`."""
 GPT2_SPLITS = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"})
@@ -30,6 +27,8 @@ DIGIT_SPLITS = frozenset({"starcoder", "refact", "command-r", "smollm", "codeshe
 """Pre-tokenizers that split each digit off, then as GPT-2's."""
 WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken".split())
 """Pre-tokenizers whose words become one token if the vocabulary has them. Texts begin with BOS by default."""
+_PREPEND_SPACE = {"type": "Prepend", "prepend": "▁"}
+_REPLACE_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -56,8 +55,8 @@ def gguf_tokenizer(metadata: GgufMetadata) -> Tokenizer:
     if kind == BYTE_LEVEL:
         _split_as(tokenizer, pre)
         tokenizer.model.ignore_merges = pre in WHOLE_WORDS
-    elif not metadata.flag("tokenizer.ggml.add_space_prefix", True):
-        tokenizer = _without_space_prefix(tokenizer)
+    else:
+        tokenizer = _with_spaces(tokenizer, begins=metadata.flag("tokenizer.ggml.add_space_prefix", True))
     _add_special_tokens_around(tokenizer, metadata, pre)
     return tokenizer
 
@@ -92,7 +91,8 @@ def chat_templates(metadata: GgufMetadata) -> dict[str, str]:
 def _content(metadata: GgufMetadata) -> dict[str, Any]:
     """Return the part of the metadata that transformers converts, under its names."""
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    return {name: metadata.any(f"tokenizer.{key}") for key, name in names.items() if metadata.has(f"tokenizer.{key}")}
+    stored = {name: metadata.any(f"tokenizer.{key}") for key, name in names.items() if metadata.has(f"tokenizer.{key}")}
+    return stored | {names["ggml.token_type"]: token_types(metadata)}
 
 
 def _with_own_added_tokens(tokenizer: Tokenizer, metadata: GgufMetadata, kind: str) -> Tokenizer:
@@ -119,7 +119,7 @@ def _take_added_tokens(model: dict[str, Any], tokens: list[str], metadata: GgufM
     byte_names = bytes_to_unicode()
     alphabet, vocabulary = set(byte_names.values()), model["vocab"]
     in_merges = {part for pair in model["merges"] for part in (*pair, "".join(pair))}
-    kinds = metadata.integers("tokenizer.ggml.token_type")[: len(tokens)]
+    kinds = token_types(metadata)
     numbers = [number for number, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED) and tokens[number]]
     ordinary = set(range(len(tokens))).difference(numbers)
     vocabulary |= {tokens[number]: number for number in ordinary if alphabet.issuperset(tokens[number])}
@@ -149,18 +149,21 @@ def _split_as(tokenizer: Tokenizer, pre: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
 
 
-def _without_space_prefix(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a sentencepiece tokenizer that begins texts without a space.
+def _with_spaces(tokenizer: Tokenizer, *, begins: bool) -> Tokenizer:
+    """Return a sentencepiece tokenizer whose texts begin with a space or not, as the file says.
 
-    Such a space comes from a pre-tokenizer (Metaspace) or from a step of the normalizer (Prepend), and a step
-    of the decoder removes it (Strip).
+    A text here is what lies between two added tokens, as in llama.cpp and in the original tokenizers of Llama
+    2 and Mistral. transformers' pre-tokenizer (Metaspace) gives a space to the first text of an input only. A
+    normalizer runs on each, so it takes the place of the pre-tokenizer. The decoder removes the first space.
     """
     description = json.loads(tokenizer.to_str())
     if (before := description["pre_tokenizer"]) and before["type"] == "Metaspace":
-        before["prepend_scheme"] = "never"
-    for part, steps, removed in (("normalizer", "normalizers", "Prepend"), ("decoder", "decoders", "Strip")):
-        if (content := description[part]) and steps in content:
-            content[steps] = [step for step in content[steps] if step["type"] != removed]
+        description["pre_tokenizer"] = None
+        description["normalizer"] = {"type": "Sequence", "normalizers": [_PREPEND_SPACE, _REPLACE_SPACES]}
+    if not begins:
+        for part, steps, removed in (("normalizer", "normalizers", "Prepend"), ("decoder", "decoders", "Strip")):
+            if (content := description[part]) and steps in content:
+                content[steps] = [step for step in content[steps] if step["type"] != removed]
     return Tokenizer.from_str(json.dumps(description))
 
 
