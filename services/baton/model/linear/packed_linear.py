@@ -65,10 +65,19 @@ class PackedGemm:
         self._biases = [None if part.bias is None else part.bias.detach().float().contiguous() for part in parts]
         each_args = (packed.args(bias) for packed, bias in zip(self._packed, self._biases, strict=True))
         self._weights = (PackedWeightArgs * len(parts))(*each_args)
+        self._share_orders()
         self.args = GemmArgs(ctypes.addressof(self._weights), len(parts), self.n, self.k)
         self._row_bytes = {
             x_dtype: int(kernels.gemm_row_bytes(ctypes.byref(self.args), code)) for x_dtype, code in DTYPES.items()
         }
+
+    def _share_orders(self) -> None:
+        """Let weights with equal orders of inputs have one, so that rows of x are prepared once for them."""
+        known: list[torch.Tensor] = []
+        for args, packed in zip(self._weights, self._packed, strict=True):
+            if (order := packed.input_order) is not None:
+                known.append(next((each for each in known if torch.equal(each, order)), order))
+                args.order = known[-1].data_ptr()
 
     @property
     def num_bytes(self) -> int:

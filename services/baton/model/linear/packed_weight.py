@@ -11,7 +11,7 @@ from baton.model.kernels.cpu.gemm_args import PackedWeightArgs, UnpackedWeightAr
 from baton.model.kernels.cpu.kernel_args import data_address
 from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena
 from baton.model.linear.weight_packing import CODED, packing_source
-from baton.model.linear.weights import Weight
+from baton.model.linear.weights import FloatWeight, Weight, in_input_order, require_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +48,7 @@ class PackedWeight:
 
     shape: (n, k). format: see weight_format.h. memory: where it lies.
     dtype, device: those of activations. Some models' own code asks a weight for them.
+    input_order: see `CodedWeight`.
     """
 
     def __init__(
@@ -57,12 +58,16 @@ class PackedWeight:
         shape: tuple[int, int],
         memory: PlacedBytes,
         dtype: torch.dtype,
+        input_order: torch.Tensor | None = None,
     ) -> None:
         self.kernels = kernels
         self.format = weight_format
         self.shape = shape
         self.memory = memory
         self.dtype, self.device = dtype, torch.device("cpu")
+        if input_order is not None:
+            require_order(input_order, shape[1])
+        self.input_order = input_order
         self._args = self.args()
 
     @property
@@ -78,12 +83,19 @@ class PackedWeight:
     def args(self, bias: torch.Tensor | None = None) -> PackedWeightArgs:
         """Return arguments for the C++ products. This object and `bias` [n], float32, must stay alive."""
         n, k = self.shape
-        return PackedWeightArgs(packed=self.memory.address, bias=data_address(bias), n=n, k=k, format=self.format)
+        return PackedWeightArgs(
+            packed=self.memory.address,
+            bias=data_address(bias),
+            order=data_address(self.input_order),
+            n=n,
+            k=k,
+            format=self.format,
+        )
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs as float32 [len(outputs), k], bit for bit as they were packed.
 
-        outputs: integers. Raises IndexError if one is not below n.
+        Columns are in the order of the inputs. outputs: integers. Raises IndexError if one is not below n.
         """
         outputs = outputs.to(torch.int64).contiguous()
         found = torch.empty(len(outputs), self.shape[1])
@@ -93,7 +105,7 @@ class PackedWeight:
         )
         if not exist:
             raise IndexError(f"outputs {int(outputs.min())} to {int(outputs.max())}; must be below {self.shape[0]}")
-        return found
+        return in_input_order(found, self.input_order)
 
 
 def pack_weight(kernels: Kernels, weight: Weight, memory: WeightMemory, dtype: torch.dtype) -> PackedWeight:
@@ -113,4 +125,5 @@ def pack_weight(kernels: Kernels, weight: Weight, memory: WeightMemory, dtype: t
         kernels.pack_weights(ctypes.byref(args), ctypes.byref(unpacked), address, kernels.num_threads)
 
     num_bytes: int = kernels.packed_bytes(ctypes.byref(args))
-    return PackedWeight(kernels, source.format, (n, k), memory.place(num_bytes, fill), dtype)
+    order = None if isinstance(weight, FloatWeight) else weight.input_order
+    return PackedWeight(kernels, source.format, (n, k), memory.place(num_bytes, fill), dtype, order)

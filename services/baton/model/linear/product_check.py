@@ -6,7 +6,7 @@ from baton.model.linear.packed_linear import LinearPart, PackedGemm
 from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weight_rows import take_rows
-from baton.model.linear.weights import Weight
+from baton.model.linear.weights import Weight, in_input_order
 
 CHECKED_PANELS = 8
 """Panels whose weights are compared, at both ends and evenly between."""
@@ -24,9 +24,9 @@ An input that is left out changes a sum by about this fraction if there are 20,0
 
 
 def shape_class(packed: PackedWeight, dtype: torch.dtype) -> tuple[object, ...]:
-    """Return what the path of the native product depends on: format, inputs, and whether panels are full."""
+    """Return what the path of the native product depends on: format, inputs and their order, full panels."""
     n, k = packed.shape
-    return bytes(packed.format), k, n % PANEL == 0, dtype
+    return bytes(packed.format), k, packed.input_order is not None, n % PANEL == 0, dtype
 
 
 def product_problem(packed: PackedWeight, weight: Weight | None, dtype: torch.dtype) -> str | None:
@@ -36,7 +36,7 @@ def product_problem(packed: PackedWeight, weight: Weight | None, dtype: torch.dt
     must be found again bit for bit. None: it no longer exists.
     """
     n, k = packed.shape
-    x = _exact_rows(max(ROW_COUNTS), k)
+    x = in_input_order(_exact_rows(max(ROW_COUNTS), k), packed.input_order)  # of which the groups consist
     product = PackedGemm(packed.kernels, LinearPart(packed), dtype=torch.float32)
     found = {rows: product(x[:rows].to(dtype)) for rows in ROW_COUNTS}
     for begin in _panel_begins(n):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from baton.core.errors import ModelError
@@ -11,43 +10,20 @@ from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weights import Weight
 
 
-class ReorderedLinear(nn.Module):
-    """A linear layer whose weight has its columns in another order than the inputs, as GPTQ may choose it."""
-
-    input_order: torch.Tensor
-
-    def __init__(self, inner: Linear, input_order: torch.Tensor) -> None:
-        """input_order: int64 [in_features]; column i of the weight multiplies input `input_order[i]`."""
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("input_order", input_order, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x[..., self.input_order])
-        return out
-
-
 def replace_linears(
     model: nn.Module,
     weights: Mapping[str, Weight | PackedWeight],
-    input_orders: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Replace the named `nn.Linear` modules of a model. Their biases are kept, and their own weights dropped.
 
-    input_orders: of weights with reordered columns, by name. Raises ModelError if a module is missing, of
-    another type, or of another shape.
+    Raises ModelError if a module is missing, of another type, or of another shape.
     """
     for name, weight in weights.items():
         module = model.get_submodule(name)
         require_shape(name, module, weight)
         assert isinstance(module, nn.Linear)
         bias = None if module.bias is None else module.bias.detach()
-        linear: nn.Module = Linear(weight, bias)
-        order = (input_orders or {}).get(name)
-        if order is not None:
-            assert isinstance(linear, Linear)
-            linear = ReorderedLinear(linear, order)
-        model.set_submodule(name, linear)
+        model.set_submodule(name, Linear(weight, bias))
 
 
 def require_shape(name: str, module: nn.Module, weight: Weight | PackedWeight) -> None:

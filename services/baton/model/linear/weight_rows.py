@@ -23,6 +23,7 @@ def take_rows(weight: Weight | PackedWeight, rows: torch.Tensor | slice) -> Weig
             _factor_rows(weight.scales, rows),
             None if weight.offsets is None else _factor_rows(weight.offsets, rows),
             weight.code_values,
+            weight.input_order,
         )
     if weight.scales is None:
         return FloatWeight(weight.values[rows])

@@ -125,6 +125,8 @@ class CodedWeight:
     scales, offsets: factors of these groups. offsets None is symmetric: offset = -scale * 2**(bits - 1), or 0
         with code_values.
     code_values: 16 integers of 8 bits that stand for the 4-bit codes, such as mxfp4's, or None.
+    input_order: int32 [k], or None. Column i of the codes multiplies input `input_order[i]`, so that columns
+        of a group lie side by side, whatever inputs belong to it.
     Raises LayoutMismatch for shapes that do not fit, ModelError for what is not supported.
     """
 
@@ -134,6 +136,7 @@ class CodedWeight:
     scales: GroupFactors
     offsets: GroupFactors | None = None
     code_values: tuple[int, ...] | None = None
+    input_order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_BITS:
@@ -151,6 +154,8 @@ class CodedWeight:
             if factors is not None:
                 self._require_factors(name, factors, n, k)
         self._require_code_values()
+        if self.input_order is not None:
+            require_order(self.input_order, k)
 
     def _require_factors(self, name: str, factors: GroupFactors, n: int, k: int) -> None:
         if factors.group_size != self.group_size:
@@ -188,7 +193,7 @@ class CodedWeight:
         return self.bits + 8 * factor_bytes / self.codes.numel()
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight as float32 [n, k]."""
+        """Return the weight as float32 [n, k], columns in the order of the inputs."""
         if self.code_values is not None:
             values = torch.tensor(self.code_values, dtype=torch.float32)[self.codes.int()]
         elif self.offsets is None:
@@ -196,12 +201,27 @@ class CodedWeight:
         else:
             values = self.codes.float()
         values = values * self.scales.values().repeat_interleave(self.group_size, dim=1)
-        if self.offsets is None:
-            return values
-        return values + self.offsets.values().repeat_interleave(self.group_size, dim=1)
+        if self.offsets is not None:
+            values = values + self.offsets.values().repeat_interleave(self.group_size, dim=1)
+        return in_input_order(values, self.input_order)
 
 
 Weight = FloatWeight | CodedWeight
+
+
+def in_input_order(values: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Return [rows, k] whose columns are in `order`, see `CodedWeight`, in the order of the inputs."""
+    if order is None:
+        return values
+    found = torch.empty_like(values)
+    found[:, order.long()] = values
+    return found
+
+
+def require_order(order: torch.Tensor, k: int) -> None:
+    """Raise LayoutMismatch unless `order` has each of k inputs once. The kernels rely on it."""
+    if order.dtype != torch.int32 or not torch.equal(order.sort().values, torch.arange(k, dtype=torch.int32)):
+        raise LayoutMismatch(f"input_order is {order.dtype} {tuple(order.shape)}; must have each of {k} inputs once")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -18,7 +18,7 @@ from baton.core.errors import ModelError
 from baton.model.linear.experts import ExpertWeights, as_matrices
 from baton.model.linear.weights import FloatWeight, Weight
 from baton.model.loading.model_fingerprint import weight_files
-from baton.model.loading.quantised.module_tensors import CheckpointLayout, OrderedWeight, Tensors
+from baton.model.loading.quantised.module_tensors import CheckpointLayout, Tensors
 from baton.model.loading.quantised.mxfp4 import mxfp4_weight
 
 _BIAS = "bias"
@@ -94,7 +94,7 @@ class SafetensorsSource:
     ) -> None:
         self._stack.close()
 
-    def weight(self, module: str) -> Weight | OrderedWeight | None:
+    def weight(self, module: str) -> Weight | None:
         tensors = self._module_tensors(module)
         if not tensors:
             return None
@@ -178,8 +178,6 @@ class SafetensorsSource:
         weight = self.weight(module)
         if weight is None:
             raise ModelError(f"{self._dir} is incomplete: it has no weight of {module}")
-        if isinstance(weight, OrderedWeight):
-            raise ModelError(f"{module} has columns in the order of activations (g_idx), which experts cannot have")
         return weight
 
     def _fp8_experts(self, module: str, name: str, num_experts: int) -> list[Weight]:
@@ -194,9 +192,7 @@ class SafetensorsSource:
         found = []
         for number in range(num_experts):
             tensors = {"weight": matrices[number].contiguous(), f"weight_{kind}": scales[number].contiguous()}
-            weight = self._layout.weight(f"{module}.{name}[{number}]", tensors)
-            assert not isinstance(weight, OrderedWeight)
-            found.append(weight)
+            found.append(self._layout.weight(f"{module}.{name}[{number}]", tensors))
         return found
 
     def _mxfp4_experts(self, module: str, name: str, num_experts: int) -> list[Weight]:

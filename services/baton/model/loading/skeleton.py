@@ -29,7 +29,6 @@ from baton.model.linear.packer import WeightPacker
 from baton.model.linear.replace import replace_linears, require_shape
 from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import FloatWeight, Weight
-from baton.model.loading.quantised.module_tensors import OrderedWeight
 from baton.model.loading.weight_source import WeightSource
 
 DEQUANTISED_BYTES = 256 << 20
@@ -216,11 +215,9 @@ def _assign_linear(
     policy: WeightPolicy,
     done: AssignedWeights,
 ) -> None:
-    found = source.weight(name)
-    if found is None:
+    weight = source.weight(name)
+    if weight is None:
         return  # tied, or missing
-    order = found.input_order if isinstance(found, OrderedWeight) else None
-    weight = found.weight if isinstance(found, OrderedWeight) else found
     require_shape(name, module, weight)
     if module.bias is not None and (bias := source.tensor(f"{name}.bias")) is not None:
         require_same_shape(f"{name}.bias", bias, module.bias)
@@ -230,12 +227,9 @@ def _assign_linear(
         weight = policy.coded(name, weight)
     if is_plain(weight) or not policy.keeps_codes:
         done.num_dequantised += not is_plain(weight)
-        values = _plain_values(weight, replace(policy, dtype=dtype))
-        if order is not None:
-            values = values[:, torch.argsort(order).to(values.device)]
-        module.weight = _parameter(values)
+        module.weight = _parameter(_plain_values(weight, replace(policy, dtype=dtype)))
         return
-    replace_linears(model, {name: policy.packed(name, weight)}, {} if order is None else {name: order})
+    replace_linears(model, {name: policy.packed(name, weight)})
     done.num_coded += 1
 
 
@@ -250,8 +244,6 @@ def _assign_embedding(
     weight = source.weight(name)
     if weight is None:
         return
-    if isinstance(weight, OrderedWeight):
-        raise ModelError(f"{name} is an embedding with reordered columns, which is not supported")
     require_shape(name, module, weight)
     if is_plain(weight) or not policy.keeps_codes:
         done.num_dequantised += not is_plain(weight)

@@ -7,7 +7,6 @@ import torch
 
 from baton.model.linear.experts import ExpertWeights
 from baton.model.linear.weights import Weight
-from baton.model.loading.quantised.module_tensors import OrderedWeight
 
 
 class WeightSource(Protocol):
@@ -21,7 +20,7 @@ class WeightSource(Protocol):
     description: str
     may_have_more: bool
 
-    def weight(self, module: str) -> Weight | OrderedWeight | None:
+    def weight(self, module: str) -> Weight | None:
         """Return the weight of a linear layer or an embedding; None if the checkpoint has none.
 
         Raises ModelError if it is unusable.

@@ -18,7 +18,6 @@ from baton.model.linear.packed_weight import ArenaMemory, PlacedBytes
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.product_choice import Product, ProductFacts, choose_product
 from baton.model.linear.quantise import quantise
-from baton.model.linear.replace import ReorderedLinear
 from tests.unit.model.linear.test_packed_linear import kernels_of
 from tests.unit.model.native_libraries import library_for, processors
 
@@ -94,17 +93,17 @@ def test_an_embedding_of_its_own_stays() -> None:
 
 
 def test_coded_weights_are_packed_wherever_they_are() -> None:
-    """In a reordered layer, in an embedding, and in a plain layer beside them."""
+    """In a linear layer, in an embedding, and in a plain layer beside them."""
     weight = quantise(torch.randn(32, 32), 4, 32)
     model = nn.Sequential(
         WeightEmbedding(weight, nn.Embedding(32, 32), torch.float32),
-        ReorderedLinear(Linear(weight), torch.arange(32).flip(0)),
+        Linear(weight),
         nn.Linear(32, 8),
     ).requires_grad_(False)
     expected = model[0](torch.arange(5))
     pack_model(model, new_packer(native_is_faster=False))
-    assert model[0].weight is model[1].inner.weight
-    assert model[1].inner.is_packed
+    assert model[0].weight is model[1].weight
+    assert model[1].is_packed
     assert isinstance(model[2], Linear)
     assert torch.equal(model[0](torch.arange(5)), expected)
     assert rounds_activations(model)

@@ -1,5 +1,6 @@
 """Compares products with packed weights of every format, on every set of instructions, with float64."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from baton.core.errors import LayoutMismatch
 from baton.model.kernels.cpu.kernel_library import Kernels
 from baton.model.linear.packed_linear import LinearPart, PackedGemm
+from baton.model.linear.packed_weight import ArenaMemory, pack_weight
+from baton.model.linear.product_check import product_problem
 from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import CodedWeight, FloatWeight, Weight
@@ -101,6 +104,30 @@ def test_outputs_are_rounded_to_the_nearest_bfloat16(library: Path, has_bias: bo
     expected = torch.where(values.isnan(), torch.nan, rounded.float())
     found = product(torch.ones(7, 1).bfloat16()).float()
     torch.testing.assert_close(found, expected.expand(7, -1), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_take_the_inputs_in_their_own_orders(library: Path, dtype: torch.dtype) -> None:
+    """Joined weights may have different orders. Groups consist of the reordered inputs."""
+    torch.manual_seed(0)
+    k = 384
+    orders = [torch.randperm(k).int(), torch.arange(k).flip(0).int()]
+    orders = [orders[0], orders[1], orders[0].clone()]
+    plain = [coded(bits, size, N, k) for bits, size in ((4, 32), (4, 32), (8, 64))]
+    weights = [replace(weight, input_order=order) for weight, order in zip(plain, orders, strict=True)]  # type: ignore[type-var]
+    packed = [
+        pack_weight(kernels_of(library), each, ArenaMemory(kernels_of(library).weight_arena), dtype) for each in weights
+    ]
+    product = PackedGemm(kernels_of(library), *(LinearPart(each) for each in packed), dtype=torch.float32)
+    x = torch.randn(ROW_COUNTS[-1], k).to(dtype)
+    found = product(x).split(N, dim=1)
+    for i, order in enumerate(orders):
+        single = PackedGemm(kernels_of(library), LinearPart(plain[i]), dtype=torch.float32)
+        assert torch.equal(found[i], single(x[:, order.long()]))
+        assert torch.equal(weights[i].dequantized()[:, order.long()], plain[i].dequantized())
+        assert torch.equal(packed[i].rows(torch.arange(N)), weights[i].dequantized())
+        assert product_problem(packed[i], weights[i], dtype) is None
+    assert_every_row_count_gives_the_same(product, x, torch.cat(found, dim=1))
 
 
 @pytest.mark.parametrize("name", list(CODED_SAMPLES))

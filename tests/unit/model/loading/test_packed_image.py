@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import choose_backend
@@ -22,6 +22,8 @@ from baton.model.loading.image.image_file import ImageFile, ImageUnusable, Image
 from baton.model.loading.image.image_model import probe_logits
 from baton.model.loading.model_loader import LoadedModel, load_model
 from tests.model_families import TINY
+from tests.unit.model.loading.quantised_models import QWEN3, write_checkpoint
+from tests.unit.model.loading.test_published_layouts import CONFIGS
 
 MIB = 1 << 20
 
@@ -100,6 +102,18 @@ def test_the_second_start_reads_no_checkpoint_and_gives_the_same_logits(
     assert second.dtype == first.dtype
     assert {name for name, _ in second.model.named_parameters()} == {name for name, _ in first.model.named_parameters()}
     assert second.mapped_bytes == first.mapped_bytes
+
+
+def test_the_orders_of_inputs_are_in_the_file(tmp_path: Path, cache: Path, unreadable: Callable[[], None]) -> None:
+    quantization, pack = CONFIGS["gptq desc_act"]
+    write_checkpoint(tmp_path / "m", Qwen3Config(**QWEN3), quantization, lambda module, value: pack(value))
+    first = load(tmp_path / "m", cache)
+    unreadable()
+    second = load(tmp_path / "m", cache)
+    assert second.mapped_bytes == first.mapped_bytes > 0
+    assert torch.equal(logits_of(second), logits_of(first))
+    projection = second.model.base_model.layers[0].mlp.down_proj
+    assert projection.weight.input_order is not None
 
 
 def test_a_mapped_model_runs_on_the_native_decoder(tiny: Path, cache: Path) -> None:

@@ -1,6 +1,7 @@
 """Tests what becomes of weights when codes are not kept, as on a GPU, and of models without a usual form."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,12 @@ from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.experts import ExpertWeights
 from baton.model.linear.quantise import quantise
-from baton.model.linear.replace import ReorderedLinear, replace_linears
+from baton.model.linear.replace import replace_linears
 from baton.model.linear.weights import FloatWeight, Weight
 from baton.model.loading import skeleton
 from baton.model.loading.checkpoint_weights import LoadOptions, open_by_module
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_support import causal_lm_class
-from baton.model.loading.quantised.module_tensors import OrderedWeight
 from baton.model.loading.skeleton import WeightPolicy, assign_weights, build_skeleton
 from tests.model_families import save_random
 from tests.unit.model.conftest import TINY
@@ -56,7 +56,7 @@ class CodedSource:
         self.state = random_state(config)
         self._kinds = ("proj", "lm_head", *(("embed_tokens",) if embedding else ()))
 
-    def weight(self, module: str) -> Weight | OrderedWeight | None:
+    def weight(self, module: str) -> Weight | None:
         values = self.state.get(f"{module}.weight")
         if values is None:
             return None
@@ -67,9 +67,9 @@ class CodedSource:
         if not module.endswith(("0.mlp.down_proj", "0.self_attn.q_proj")):
             return coded
         order = torch.randperm(values.shape[1], generator=torch.Generator().manual_seed(3))
-        coded = quantise(values[:, order], 8, 16)
-        self.state[f"{module}.weight"] = coded.dequantized()[:, torch.argsort(order)]
-        return OrderedWeight(coded, order)
+        ordered = replace(quantise(values[:, order], 8, 16), input_order=order.int())
+        self.state[f"{module}.weight"] = ordered.dequantized()
+        return ordered
 
     def packed_bytes(self) -> int:
         return sum(values.numel() for values in self.state.values())
@@ -241,10 +241,8 @@ def test_only_linear_layers_of_the_same_shape_are_replaced() -> None:
         replace_linears(model, {"1": weight})
     with pytest.raises(ModelError, match="8 x 16 in the checkpoint"):
         replace_linears(model, {"0": FloatWeight(torch.randn(8, 16))})
-    x, order = torch.randn(3, 32), torch.randperm(32)
-    bias = model[0].bias
-    replace_linears(model, {"0": FloatWeight(weight.values[:, order])}, {"0": order})
-    assert isinstance(model[0], ReorderedLinear)
+    x, bias = torch.randn(3, 32), model[0].bias
+    replace_linears(model, {"0": weight})
     assert torch.allclose(model[0](x), x @ weight.values.T + bias, atol=1e-5)
 
 

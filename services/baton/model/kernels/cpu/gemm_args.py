@@ -24,7 +24,7 @@ class PackedWeightArgs(ctypes.Structure):
     """ctypes mirror of `PackedWeights`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("packed", "bias")),
+        *((name, ctypes.c_void_p) for name in ("packed", "bias", "order")),
         *((name, ctypes.c_int64) for name in ("n", "k")),
         ("format", WeightFormat),
     ]

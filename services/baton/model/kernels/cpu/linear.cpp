@@ -10,14 +10,15 @@
 namespace baton {
 namespace {
 
-// How a weight's format needs the rows of x. group_size, shift: of quantised rows, see quantise_row.
+// How a weight needs the rows of x. group_size, shift: of quantised rows, see quantise_row. order: of the weight.
 struct RowsFormat {
     enum { AS_THEY_ARE, WIDENED, QUANTISED } form;
     int group_size;
     int shift;
+    const int32_t* order;
 
     bool operator==(const RowsFormat& other) const {
-        return form == other.form && group_size == other.group_size && shift == other.shift;
+        return form == other.form && group_size == other.group_size && shift == other.shift && order == other.order;
     }
 };
 
@@ -29,10 +30,11 @@ bool uses_bf16_dot([[maybe_unused]] const WeightFormat& format, [[maybe_unused]]
 #endif
 }
 
-RowsFormat rows_format(const WeightFormat& format, int32_t x_dtype) {
+RowsFormat rows_format(const PackedWeights& weights, int32_t x_dtype) {
+    const WeightFormat& format = weights.format;
     if (format.kind == CODED)
-        return {RowsFormat::QUANTISED, format.group_size, code_bias(format.bits) - format.zero_point};
-    return {uses_bf16_dot(format, x_dtype) ? RowsFormat::AS_THEY_ARE : RowsFormat::WIDENED, 0, 0};
+        return {RowsFormat::QUANTISED, format.group_size, code_bias(format.bits) - format.zero_point, weights.order};
+    return {uses_bf16_dot(format, x_dtype) ? RowsFormat::AS_THEY_ARE : RowsFormat::WIDENED, 0, 0, nullptr};
 }
 
 int64_t row_bytes(const RowsFormat& format, int64_t k) {
@@ -48,9 +50,9 @@ template <typename Body>
 void for_each_rows_format(const GemmArgs& args, int32_t x_dtype, const Body& body) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < args.count; i++) {
-        const RowsFormat format = rows_format(args.weights[i].format, x_dtype);
+        const RowsFormat format = rows_format(args.weights[i], x_dtype);
         bool is_new = format.form != RowsFormat::AS_THEY_ARE;
-        for (int64_t j = 0; j < i; j++) is_new &= !(format == rows_format(args.weights[j].format, x_dtype));
+        for (int64_t j = 0; j < i; j++) is_new &= !(format == rows_format(args.weights[j], x_dtype));
         if (!is_new) continue;
         body(format, bytes);
         bytes += row_bytes(format, args.k);
@@ -66,13 +68,23 @@ int64_t bytes_before(const GemmArgs& args, int32_t x_dtype, const RowsFormat& wa
     return found;
 }
 
+// The row in the order of a weight's inputs, valid until the thread's next call.
+template <typename T>
+const T* in_order(const T* row, int64_t k, const int32_t* order) {
+    if (!order) return row;
+    thread_local std::vector<T> ordered;
+    ordered.resize(size_t(k));
+    for (int64_t i = 0; i < k; i++) ordered[size_t(i)] = row[order[i]];
+    return ordered.data();
+}
+
 template <typename T>
 void prepare_row_of(const GemmArgs& args, const T* x, int32_t x_dtype, int64_t row, int64_t rows, uint8_t* scratch) {
     for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
         uint8_t* to = scratch + before * rows;
         if (format.form == RowsFormat::WIDENED)
             return widen_row(x + row * args.k, args.k, reinterpret_cast<float*>(to) + row * float_row_stride(args.k));
-        quantise_row(x + row * args.k, row, format.group_size, format.shift,
+        quantise_row(in_order(x + row * args.k, args.k, format.order), row, format.group_size, format.shift,
             QuantisedRows::of(to, args.k, format.group_size));
     });
 }
@@ -156,7 +168,7 @@ PreparedGemm::PreparedGemm(const GemmArgs& args, const void* x, int32_t x_dtype,
     weights_.reserve(size_t(args.count));
     for (int64_t i = 0, first = 0; i < args.count; first += args.weights[i++].n) {
         const PackedWeights& own = args.weights[i];
-        const RowsFormat needed = rows_format(own.format, x_dtype);
+        const RowsFormat needed = rows_format(own, x_dtype);
         const bool as_they_are = needed.form == RowsFormat::AS_THEY_ARE;
         const auto* prepared = static_cast<const uint8_t*>(scratch) + bytes_before(args, x_dtype, needed) * rows;
         weights_.push_back({&own, kernel_of(own.format, x_dtype), as_they_are ? x : prepared, first, own.panels(),

@@ -105,10 +105,12 @@ inline int64_t panel_bytes(const WeightFormat& format, int64_t k) {
     return k / slice * slice_bytes(format, slice) + (rest ? slice_bytes(format, rest) : 0);
 }
 
-// The packed weights of one linear layer. bias: float [n] or null.
+// The packed weights of one linear layer. bias: float [n] or null. order: null, or [k]; input i of the weights is
+// element order[i] of a row of x. Only codes can have one.
 struct PackedWeights {
     const uint8_t* packed;
     const float* bias;
+    const int32_t* order;
     int64_t n;
     int64_t k;
     WeightFormat format;

@@ -14,7 +14,6 @@ from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, JoinedLinear, bias_name, replace_experts
 from baton.model.linear.linear import Linear
 from baton.model.linear.packed_weight import PackedWeight, PlacedBytes
-from baton.model.linear.replace import ReorderedLinear
 from baton.model.loading.image.image_file import Bytes, ImageFile, ImageUnusable, Section
 from baton.model.loading.image.image_memory import ImageMemory
 
@@ -43,7 +42,12 @@ def write_model(model: PreTrainedModel, memory: ImageMemory) -> dict[str, Any]:
         if id(weight) not in weights:
             weights[id(weight)] = len(described)
             described.append(
-                {"shape": weight.shape, "format": bytes(weight.format).hex(), "section": _section_json(section)}
+                {
+                    "shape": weight.shape,
+                    "format": bytes(weight.format).hex(),
+                    "section": _section_json(section),
+                    "order": None if weight.input_order is None else _write_tensor(weight.input_order, memory),
+                }
             )
         return weights[id(weight)]
 
@@ -140,9 +144,6 @@ def _describe_modules(model: nn.Module, number_of: Callable[[Any], int]) -> list
                 [number_of(part.weight) for part in (*first, *last)] for first, last in zip(gate_up, down, strict=True)
             ]
             entries.append({"name": name, "kind": "experts", "weights": weights})
-        elif isinstance(module, ReorderedLinear):
-            described.add(id(module.inner))
-            entries.append({"name": name, "kind": "reordered", "weight": number_of(module.inner.weight)})
         elif isinstance(module, WeightEmbedding):
             entries.append({"name": name, "kind": "embedding", "weight": number_of(module.weight)})
         elif isinstance(module, Linear) and id(module) not in described:
@@ -173,13 +174,8 @@ def _restore(
     weight = weights[entry["weight"]]
     if weight.shape != tuple(module.weight.shape):
         raise ImageUnusable(f"{name} has the shape {weight.shape}; the model says {tuple(module.weight.shape)}")
-    new: nn.Module
-    if kind == "embedding":
-        new = WeightEmbedding(weight, module, dtype)
-    elif kind == "reordered":
-        new = ReorderedLinear(Linear(weight, tensors.get(f"{name}.inner.bias")), tensors[f"{name}.input_order"])
-    else:
-        new = Linear(weight, tensors.get(f"{name}.bias"))
+    is_embedding = kind == "embedding"
+    new = WeightEmbedding(weight, module, dtype) if is_embedding else Linear(weight, tensors.get(f"{name}.bias"))
     model.set_submodule(name, new)
 
 
@@ -192,6 +188,7 @@ def _packed_weight(entry: dict[str, Any], file: ImageFile, kernels: Kernels, dty
         (n, k),
         PlacedBytes(data.ctypes.data, len(data), data),
         dtype,
+        None if entry["order"] is None else _tensor(entry["order"], file),
     )
     if (needed := kernels.packed_bytes(ctypes.byref(weight.args()))) != len(data):
         raise ImageUnusable(f"a weight of {n} x {k} has {len(data)} bytes; must be {needed}")

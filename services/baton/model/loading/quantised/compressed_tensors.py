@@ -13,7 +13,6 @@ import torch
 from baton.core.errors import ModelError
 from baton.model.linear.weights import Weight
 from baton.model.loading.quantised.module_tensors import (
-    OrderedWeight,
     Tensors,
     grouped_weight,
     in_group_order,
@@ -68,7 +67,7 @@ class CompressedTensorsLayout:
         )
         self.description = f"compressed-tensors {', '.join(kinds) or 'plain'} weights"
 
-    def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
+    def weight(self, module: str, tensors: Tensors) -> Weight:
         plain = plain_weight(module, tensors)
         if plain is not None:
             return plain
@@ -159,7 +158,7 @@ def _dense(module: str, tensors: Tensors) -> Weight:
     return weight
 
 
-def _packed_integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:
+def _packed_integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight:
     words, shape = need(module, tensors, "weight_packed"), need(module, tensors, "weight_shape").tolist()
     scales = _matrix(need(module, tensors, "weight_scale"))
     sizes = shape if isinstance(shape, list) and len(shape) == 2 else [0, 0]
@@ -188,7 +187,7 @@ def _zero_points(module: str, stored: torch.Tensor, bits: int) -> torch.Tensor:
     return unpack_words(stored.T.contiguous(), bits).T
 
 
-def _integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:
+def _integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight:
     """Read int8 values, which also hold integers of 4 bits."""
     values = need(module, tensors, "weight")
     if values.dtype != torch.int8 or values.dim() != 2:
@@ -206,7 +205,7 @@ def _integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | Ord
 
 def _ordered(
     module: str, tensors: Tensors, codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None
-) -> Weight | OrderedWeight:
+) -> Weight:
     rows, columns = codes.shape
     if scales.shape == (1, 1):  # one scale for the whole tensor
         scales = scales.expand(rows, 1)
@@ -216,8 +215,7 @@ def _ordered(
         order = in_group_order(module, g_idx, columns, max(1, scales.shape[1]))
     if order is not None:
         codes = codes[:, order].contiguous()
-    weight = grouped_weight(module, codes, bits, scales, zeros)
-    return weight if order is None else OrderedWeight(weight, order)
+    return grouped_weight(module, codes, bits, scales, zeros, input_order=order)
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

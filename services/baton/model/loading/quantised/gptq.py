@@ -10,7 +10,6 @@ import torch
 from baton.core.errors import ModelError
 from baton.model.linear.weights import Weight
 from baton.model.loading.quantised.module_tensors import (
-    OrderedWeight,
     Tensors,
     grouped_weight,
     in_group_order,
@@ -48,7 +47,7 @@ class GptqLayout:
         self._has_order = bool(config.get("desc_act", False))
         self.description = f"GPTQ weights of {bits} bits"
 
-    def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
+    def weight(self, module: str, tensors: Tensors) -> Weight:
         plain = plain_weight(module, tensors)
         if plain is not None:
             return plain
@@ -65,8 +64,7 @@ class GptqLayout:
             order = in_group_order(module, g_idx, columns, num_groups, self._group)
         if order is not None:
             codes = codes[:, order]
-        weight = grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T, self._group)
-        return weight if order is None else OrderedWeight(weight, order)
+        return grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T, self._group, order)
 
 
 def _plus(words: torch.Tensor, offset: int, bits: int) -> torch.Tensor:

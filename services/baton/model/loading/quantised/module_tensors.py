@@ -1,7 +1,6 @@
 """Values that the layouts share: the tensors of one module, and the weight that is made of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,17 +12,6 @@ Tensors = Mapping[str, torch.Tensor]
 """Tensors of one module by the last part of their name, such as `weight_packed`. Bias is not among them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OrderedWeight:
-    """A weight whose columns are in another order than the inputs.
-
-    input_order: int64 [k]; column i multiplies input `input_order[i]`.
-    """
-
-    weight: Weight
-    input_order: torch.Tensor
-
-
 class CheckpointLayout(Protocol):
     """Reader of the modules of a quantised checkpoint.
 
@@ -32,7 +20,7 @@ class CheckpointLayout(Protocol):
 
     description: str
 
-    def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
+    def weight(self, module: str, tensors: Tensors) -> Weight:
         """Return the weight of a linear layer from its tensors. `module`: its name.
 
         Raises ModelError if tensors are missing, have other shapes, or are of an unknown kind.
@@ -80,12 +68,14 @@ def grouped_weight(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     stated_group: int | None = None,
+    input_order: torch.Tensor | None = None,
 ) -> CodedWeight:
     """Return the weight `scale * (code - zero)`, with one scale and zero for each group of columns.
 
     codes: uint8 [n, k]. scales: floats [n, groups]. zeros: integers [n, groups], or None for 2**(bits - 1).
-    stated_group: columns of a group according to the configuration, see `group_columns`. Raises ModelError if
-    the shapes do not fit, or if groups are not multiples of 16 columns.
+    stated_group: columns of a group according to the configuration, see `group_columns`. input_order: of the
+    codes, see `CodedWeight`. Raises ModelError if the shapes do not fit, or if groups are not multiples of 16
+    columns.
     """
     rows, columns = codes.shape
     group = None
@@ -110,7 +100,7 @@ def grouped_weight(
     offsets = None
     if zeros is not None:
         offsets = GroupFactors(-factors * zeros.float()[:, group_of], size)
-    return CodedWeight(codes, bits, size, GroupFactors(factors, size), offsets)
+    return CodedWeight(codes, bits, size, GroupFactors(factors, size), offsets, input_order=input_order)
 
 
 def group_columns(columns: int, num_groups: int, stated: int | None) -> int | None:
@@ -127,7 +117,7 @@ def group_columns(columns: int, num_groups: int, stated: int | None) -> int | No
 def in_group_order(
     module: str, g_idx: torch.Tensor, columns: int, num_groups: int, stated_group: int | None = None
 ) -> torch.Tensor | None:
-    """Return the order of inputs in which the columns of each group are side by side; None if they are.
+    """Return the order of inputs, int32, in which columns of a group are side by side; None if they are.
 
     g_idx: integers [columns], the group of each column. stated_group: see `group_columns`. Raises ModelError
     if groups have other sizes.
@@ -138,4 +128,4 @@ def in_group_order(
     if size is None or sizes != [size] * (num_groups - 1) + [columns - size * (num_groups - 1)]:
         raise ModelError(f"{module}.g_idx does not give each of {num_groups} groups {size or 'as many'} columns")
     order = torch.argsort(groups, stable=True)
-    return None if torch.equal(order, torch.arange(columns)) else order
+    return None if torch.equal(order, torch.arange(columns)) else order.int()
