@@ -100,7 +100,7 @@ class SafetensorsSource:
             return None
         if self._layout is not None:
             return self._layout.weight(self._stored_name(module), tensors)
-        if set(tensors) != {"weight"}:
+        if tensors.keys() - _KV_SCALES != {"weight"}:
             raise ModelError(f"{module} has tensors {', '.join(sorted(tensors))}, but no quantization_config")
         return FloatWeight(tensors["weight"])
 

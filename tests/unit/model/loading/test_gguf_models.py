@@ -279,6 +279,11 @@ def test_weights_stay_coded_and_the_backend_is_verified(qwen3_directory: Path) -
     assert choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=16).name == "torch"
 
 
+def test_quantised_files_are_not_quantised_again(qwen3_directory: Path) -> None:
+    with pytest.raises(ModelError, match=r"is quantised already \(GGUF .*use --weights auto"):
+        load_model(qwen3_directory, device="cpu", weights="int8")
+
+
 def test_fingerprint_covers_the_bytes_of_the_file(qwen3: Path, qwen3_directory: Path, tmp_path: Path) -> None:
     first = load_model(qwen3_directory, device="cpu").model_fingerprint
     changed = bytearray(qwen3.read_bytes())

@@ -168,7 +168,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         lambda value: fp8_rows(value, is_tensor=True),
     ),
     "auto-round as gptq": (
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "backend": "auto"},
         lambda value: without_g_idx(*gptq(value, symmetric=True)),
     ),
     "auto-round as awq": (

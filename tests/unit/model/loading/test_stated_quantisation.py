@@ -111,6 +111,18 @@ def test_norms_of_integers_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_scales_of_kv_do_not_make_a_checkpoint_quantised(weights: str, tmp_path: Path) -> None:
+    config = Qwen3Config(**QWEN3)
+    means = write_checkpoint(
+        tmp_path, config, {}, lambda module, value: ({"weight": value, "k_scale": torch.ones(1)}, value)
+    )
+    change_config(tmp_path, quantization_config=None)
+    loaded = load_model(tmp_path, dtype="float32", device="cpu", weights=weights)
+    limit = 1e-5 if weights == "auto" else 0.2
+    assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < limit
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_quantised_checkpoint_is_not_quantised_again(weights: str, tmp_path: Path) -> None:
     quantization, pack = CONFIGS["awq"]

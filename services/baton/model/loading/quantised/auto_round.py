@@ -23,7 +23,8 @@ _LAYOUTS: Mapping[str, Callable[[dict[str, Any]], CheckpointLayout]] = {
 
 def auto_round_layout(config: dict[str, Any]) -> CheckpointLayout:
     """Return the layout of `quant_method: auto-round`. Raises ModelError if the packing is not supported."""
-    packing = str(config.get("packing_format") or config.get("backend") or DEFAULT_PACKING)
+    named = [config.get(key) for key in ("packing_format", "backend")]
+    packing = next((str(each) for each in named if each not in (None, "auto")), DEFAULT_PACKING)
     parts = packing.split(":")
     layout = _LAYOUTS.get(parts[1]) if parts[0] == "auto_round" and len(parts) > 1 else None
     if layout is None:
