@@ -95,7 +95,7 @@ def test_unknown_shape_error_names_the_nearest(tmp_path: Path) -> None:
         init_like("qwen3-8", tmp_path / "out")
     with pytest.raises(ModelError, match=r"unknown shape 'x'\. Known: tiny-42m, "):
         init_like("x", tmp_path / "out")
-    assert set(SHAPES) == {"tiny-42m", "tiny-moe", "gemma3-270m", "qwen3-0.6b", "qwen3-8b", "llama3-8b"}
+    assert set(SHAPES) == {"tiny-42m", "tiny-moe", "gemma3-270m", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "llama3-8b"}
 
 
 def test_a_named_shape_is_served(tmp_path: Path) -> None:
