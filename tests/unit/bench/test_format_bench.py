@@ -105,6 +105,27 @@ def test_patterns_choose_cells_systems_and_formats(rig: Rig) -> None:
     assert parsed.cells == ["ttft-128", "ttft-512", "ttft-2048"]
 
 
+def test_int8_and_int4_files_have_an_output_layer_of_as_few_bits_and_mixtures_have_not(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """The quantiser is a script that notes its arguments and copies the file."""
+    (tmp_path / "tools").mkdir()
+    for name in ("llama-server", "llama-quantize"):
+        tool = tmp_path / "tools" / name
+        tool.write_text('#!/bin/sh\necho "$@"\n[ "$1" = --pure ] && shift\ncp "$1" "$2"\n')
+        tool.chmod(0o755)
+    bench = FormatBench(rig.arguments("--llama", str(tmp_path / "tools")))
+    (model,) = bench.models()
+    files = {name: bench._file(model, name) for name in ("bf16", "int8", "int4", "q4_k_m")}
+    assert [file.name for file in files.values()] == [
+        "demo.gguf", "demo-Q8_0-pure.gguf", "demo-Q4_0-pure.gguf", "demo-Q4_K_M.gguf",
+    ]  # fmt: skip
+    began = {name: file.with_suffix(".log").read_text().split()[0] for name, file in files.items() if name != "bf16"}
+    assert began == {"int8": "--pure", "int4": "--pure", "q4_k_m": str(files["bf16"])}
+    needs = bench._llama_needs(model, list(files))
+    assert needs["int4"].weight_bits == needs["bf16"].weight_bits == pytest.approx(16, rel=0.01), "as its file has them"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
