@@ -1,5 +1,6 @@
 """What each drafter guesses, and that its memory is bounded."""
 
+from itertools import count
 from random import Random
 
 import numpy as np
@@ -10,10 +11,21 @@ from baton.engine.speculation import ngram_drafter, suffix_drafter
 from baton.engine.speculation.drafter import MAX_DRAFT_TOKENS, Draft
 from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.speculation.ngram_drafter import MAX_INDEX_SLOTS, NGRAM_TOKENS, NgramDrafter, NgramIndex
-from baton.engine.speculation.suffix_drafter import MAX_TENANTS, SuffixDrafter
+from baton.engine.speculation.suffix_drafter import (
+    FIRST_BITS,
+    MAX_BITS,
+    MAX_BYTES,
+    MAX_TABLES,
+    MAX_WAITING,
+    RECENT_TOKENS,
+    SLOT_BYTES,
+    SuffixDrafter,
+    SuffixTable,
+)
 from baton.engine.speculation.token_hash import hash_of, hashes_of
 
 TENANT, OTHER = b"a" * 16, b"b" * 16
+KEYS = count(1000)
 
 
 def drafted(drafter: NgramDrafter | SuffixDrafter, tokens: list[int], tenant: bytes = TENANT) -> tuple[int, ...]:
@@ -120,40 +132,95 @@ def test_drafters_forget_ended_sequences() -> None:
         assert len(drafter) == 0
 
 
-def test_suffixes_of_other_responses_of_the_tenant_are_used() -> None:
+def learned(*responses: list[int], tenant: bytes = TENANT) -> SuffixDrafter:
+    """Return a drafter that has observed responses of a tenant whose first response has ended."""
     drafter = SuffixDrafter()
-    drafter.observe(7, token_ids([1, 2, 3, 4, 5, 6, 7, 8]), 5, TENANT)
+    observe_responses(drafter, tenant, [90, 91, 92, 93, 94], *responses)
+    return drafter
+
+
+def observe_responses(drafter: SuffixDrafter, tenant: bytes, *responses: list[int]) -> None:
+    """Observe responses one after the other. The first token of each is its prompt."""
+    for response in responses:
+        drafter.observe(next(KEYS), token_ids(response), len(response) - 1, tenant)
+
+
+def test_suffixes_of_other_responses_of_the_tenant_are_used() -> None:
+    drafter = learned([1, 2, 3, 4, 5, 6, 7, 8])
     assert drafted(drafter, [20, 1, 2, 3, 4]) == (5, 6, 7, 8)
     assert drafted(drafter, [20, 1, 2, 3, 4], OTHER) == (), "of another tenant"
     assert drafted(drafter, [3, 4, 9, 9, 9]) == ()
 
 
 def test_prompts_are_not_learned() -> None:
-    drafter = SuffixDrafter()
+    drafter = learned()
     drafter.observe(7, token_ids([1, 2, 3, 4, 5, 6, 7, 8]), 1, TENANT)
     assert drafted(drafter, [20, 1, 2, 3, 4]) == ()
 
 
 def test_most_frequent_continuation_wins() -> None:
-    drafter = SuffixDrafter()
-    for number, token in enumerate((5, 6, 6, 5, 6, 6)):
-        drafter.observe(10 + number, token_ids([1, 2, 3, 4, token]), 1, TENANT)
+    drafter = learned(*([1, 2, 3, 4, token] for token in (5, 6, 6, 5, 6, 6)))
     drafter.observe(1, token_ids([1, 2, 3, 4]), 0, TENANT)
     assert drafter.draft(1, token_ids([1, 2, 3, 4]), TENANT) == Draft((6,), 1)
 
 
-def test_tables_of_tenants_are_bounded() -> None:
+def salt(number: int) -> bytes:
+    return b"%16d" % number
+
+
+def test_salts_of_one_response_get_no_memory() -> None:
     drafter = SuffixDrafter()
-    for number in range(MAX_TENANTS + 3):
-        drafter.observe(1, token_ids([1, 2, 3, 4, number]), 1, b"%16d" % number)
-    assert len(drafter) == MAX_TENANTS
-    assert drafter.draft(1, token_ids([1, 2, 3, 4]), b"%16d" % 0) is None
-    assert drafter.draft(1, token_ids([1, 2, 3, 4]), b"%16d" % 5) == Draft((5,), 0)
+    for number in range(3 * MAX_WAITING):
+        for _ in range(20):  # the steps of one sequence
+            drafter.observe(number, token_ids(range(9)), 1, salt(number))
+    assert drafter.num_bytes == len(drafter) == 0
+    assert len(drafter._waiting) == MAX_WAITING
 
 
-def test_rare_contexts_make_place_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_drafter, "SLOT_BITS", 1)
-    table, rng = suffix_drafter.SuffixTable(), Random(1)
+def test_tables_are_kept_while_a_client_sends_new_salts_all_the_time() -> None:
+    """Also if it uses each salt twice."""
+    text = list(range(100, 150))
+    drafter = SuffixDrafter()
+    for number in range(20):
+        observe_responses(drafter, salt(number), *[text] * 3)
+    for number in range(100, 2_000):
+        observe_responses(drafter, salt(number), text[:9], text[:9])
+        assert drafter.num_bytes <= MAX_BYTES
+        assert len(drafter) <= MAX_TABLES
+    assert [drafted(drafter, text[:10], salt(number))[:3] for number in range(20)] == [(110, 111, 112)] * 20
+
+
+def test_tables_grow_and_keep_what_they_have_learned() -> None:
+    rng = Random(1)
+    responses = [[rng.randrange(10**6) for _ in range(60)] for _ in range(200)]
+    drafter = learned(*responses)
+    assert drafter.num_bytes == SLOT_BYTES << MAX_BITS
+    guesses = [drafted(drafter, response[:8])[:1] == (response[8],) for response in responses]
+    assert sum(guesses) > 0.6 * len(guesses)
+
+
+def test_memory_is_bounded_and_goes_to_those_with_far_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_drafter, "MAX_BYTES", 8 * SLOT_BYTES << FIRST_BITS)
+    drafter, text = SuffixDrafter(), list(range(41))
+    for number in range(12):
+        observe_responses(drafter, salt(number), text, text)
+    assert len(drafter) == 8
+    for _ in range(8):
+        observe_responses(drafter, salt(11), text)
+    assert drafter._tenants.keys() >= {salt(11)}
+    assert len(drafter) == 8
+    assert drafter.num_bytes == sum(own.num_bytes for own in drafter._tenants.values())
+
+
+def test_old_tokens_count_less() -> None:
+    drafter = learned(list(range(500)))
+    before = drafter._tenants[TENANT].num_recent
+    drafter.observe(1, token_ids(range(9)), RECENT_TOKENS, OTHER)
+    assert drafter._tenants[TENANT].num_recent == before // 2
+
+
+def test_rare_contexts_make_place_for_others() -> None:
+    table, rng = SuffixTable(bits=1), Random(1)
     for _ in range(200):
         table.learn(token_ids([rng.randrange(1000) for _ in range(4)]), 1)
     for _ in range(3):
