@@ -8,8 +8,9 @@ from baton.core.kv.block_hash import table_hash
 from baton.core.kv.kv_tables import TableWindows
 from baton.core.request import FinishReason
 from baton.core.step_cost import StepCostModel
-from baton.engine.engine import Engine, EngineConfig, one_token, unknown_costs
+from baton.engine.engine import Engine, EngineConfig, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.scheduling.step_budget import DraftSpeedup
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.outcome import (
     AdmittedSequence,
@@ -43,7 +44,7 @@ class EngineRig:
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         clock: Callable[[], float] = lambda: 0.0,
         speculation: Speculation | None = None,
-        tokens_per_step: Callable[[], float] = one_token,
+        draft_speedup: Callable[[], DraftSpeedup] = DraftSpeedup,
         kv_windows: tuple[int, ...] = (0,),
         announce_every: int = 1,
         reloads_preempted: bool = False,
@@ -75,7 +76,7 @@ class EngineRig:
             step_costs=step_costs,
             clock=clock,
             speculation=speculation,
-            tokens_per_step=tokens_per_step,
+            draft_speedup=draft_speedup,
             reloads_preempted=reloads_preempted,
         )
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -5,6 +5,7 @@ steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, ConfigError, Failure, Reason
 from baton.core.kv.kv_tables import entries_from, hashes_of_entries
@@ -17,7 +18,7 @@ from baton.engine.scheduling import async_scheduling, step_budget
 from baton.engine.scheduling.allocator import BlockAllocator
 from baton.engine.scheduling.batcher import prompt_rows_left, split_budget
 from baton.engine.scheduling.queued_prefix import QueuedPrefixEstimate
-from baton.engine.scheduling.step_budget import PrefillPart, StepBudget
+from baton.engine.scheduling.step_budget import DraftSpeedup, PrefillPart, StepBudget
 from baton.engine.scheduling.step_parts import step_part, step_part_ahead
 from baton.engine.sequence_updates import SequenceUpdates, internal_failure
 from baton.engine.speculation.speculation import Speculation
@@ -25,15 +26,10 @@ from baton.engine.state.engine_config import EngineConfig as EngineConfig
 from baton.engine.state.engine_config import check_possible, no_capacity
 from baton.engine.state.outcome import EngineCounters, EngineOutcome
 from baton.engine.state.require import require
-from baton.engine.state.sequence import ReloadWait, SequenceRequest
+from baton.engine.state.sequence import EngineSequence, ReloadWait, SequenceRequest
 from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from baton.engine.step_drafts import NO_DRAFT_TOKENS, StepDrafts
-
-
-def one_token() -> float:
-    """Return 1: the tokens that a step without drafts gives each sequence."""
-    return 1.0
 
 
 def unknown_costs() -> StepCostModel | None:
@@ -59,7 +55,7 @@ class Engine:
         clock: Callable[[], float],
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         speculation: Speculation | None = None,
-        tokens_per_step: Callable[[], float] = one_token,
+        draft_speedup: Callable[[], DraftSpeedup] = DraftSpeedup,
         reloads_preempted: bool = False,
     ) -> None:
         """Create an engine without sequences. Raises ConfigError if block sizes of pool and config differ.
@@ -68,8 +64,8 @@ class Engine:
         step_costs: returns what a step costs now, or None. Without costs a step takes as many tokens as
             `max_num_batched_tokens` allows.
         speculation: drafts for decoding sequences, which steps verify. None drafts nothing.
-        tokens_per_step: returns how many tokens drafts give a sequence now in the time of a step without
-            them.
+        draft_speedup: returns what drafts give the sequences of this engine now. A sequence is taken to be
+            as fast until its own steps are known.
         reloads_preempted: the caller can reload blocks from a slower tier. Outcomes then name preempted
             sequences, and each waits for `returned` before it is admitted again.
         """
@@ -83,7 +79,7 @@ class Engine:
         self.counters = EngineCounters()
         self.queued_prefix = QueuedPrefixEstimate(pool)
         self._step_costs = step_costs
-        self._tokens_per_step = tokens_per_step
+        self._draft_speedup = draft_speedup
         self._clock = clock
         self._sequences = SequenceTable()
         self._allocator = BlockAllocator(
@@ -248,8 +244,13 @@ class Engine:
             self._clock(),
             config=self.config,
             mean_output_tokens=self.counters.mean_output_tokens,
-            tokens_per_step=self._tokens_per_step(),
+            tokens_per_step=self._tokens_per_step(self._draft_speedup()),
         )
+
+    def _tokens_per_step(self, speedup: DraftSpeedup) -> Callable[[EngineSequence], float]:
+        if self.drafts is None:
+            return lambda seq: speedup.tokens_per_step
+        return partial(self.drafts.tokens_per_step, speedup)
 
     def plan(self) -> StepPlan:
         """Plan the next step; the plan is empty if there is nothing to compute.

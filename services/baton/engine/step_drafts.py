@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.scheduling.allocator import BlockAllocator
 from baton.engine.scheduling.batcher import MAX_PROMPT_ROWS, prompt_rows_left
+from baton.engine.scheduling.step_budget import DraftSpeedup
 from baton.engine.speculation.draft_model import DraftJob, DraftModel
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.engine_config import EngineConfig
@@ -97,6 +98,14 @@ class StepDrafts:
     def offer_round(self, drafts: Drafts, round_s: float) -> None:
         """Take the drafts of a round of the draft model, which took `round_s` seconds."""
         self._speculation.offer_round(drafts, round_s)
+
+    def tokens_per_step(self, speedup: DraftSpeedup, seq: EngineSequence) -> float:
+        """Return the tokens that a sequence gets in the time of a step without drafts, by its recent steps.
+
+        speedup: of all sequences, which stands for its own while little is known of it.
+        """
+        usual = speedup.tokens_per_step * speedup.step_length
+        return self._speculation.tokens_per_step(seq.key, usual) / speedup.step_length
 
     def observe_gap(self, gap_s: float) -> None:
         """Record that the device waited `gap_s` seconds for a step that was not planned ahead."""

@@ -85,7 +85,7 @@ class Worker:
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
             speculation=open_speculation(parts.config.speculate, build_draft_model(parts, self._draft_costs)),
-            tokens_per_step=lambda: self._draft_speedup.tokens_per_step,
+            draft_speedup=lambda: self._draft_speedup.now,
             reloads_preempted=bool(parts.tiers),
         )
         self.publisher = build_publisher(parts)
@@ -290,7 +290,7 @@ class Worker:
             mean_output_tokens=engine.counters.mean_output_tokens,
             target_step_s=engine.next_step_budget().target_step_s,
             recent_prefill_share=self._prefill_share.share,
-            tokens_per_step=self._draft_speedup.tokens_per_step,
+            tokens_per_step=self._draft_speedup.now.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
             evicted_reuse=self._evicted_kv.reused_share,

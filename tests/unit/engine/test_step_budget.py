@@ -72,8 +72,9 @@ def budget_of(
     costs: StepCostModel | None = COSTS,
     mean_output_tokens: float = 0.0,
     now_s: float = NOW_S,
-    tokens_per_step: float = 1.0,
+    tokens_per_step: float | dict[int, float] = 1.0,
 ) -> StepBudget:
+    """tokens_per_step: of all answers, or by key."""
     parts = [(seq, (len(seq.token_ids) - seq.num_computed_tokens, seq.num_computed_tokens)) for seq in prompts]
     return plan(
         answers,
@@ -82,7 +83,7 @@ def budget_of(
         now_s,
         config=CONFIG,
         mean_output_tokens=mean_output_tokens,
-        tokens_per_step=tokens_per_step,
+        tokens_per_step=lambda seq: tokens_per_step[seq.key] if isinstance(tokens_per_step, dict) else tokens_per_step,
     )
 
 
@@ -229,6 +230,22 @@ def test_answer_that_drafts_speed_up_is_not_late_and_leaves_more_to_prompts() ->
     one_each, drafted = (budget_of(on_time, [prompt(9)], tokens_per_step=tokens) for tokens in (1.0, 2.75))
     assert one_each.num_tokens < drafted.num_tokens < CONFIG.max_num_batched_tokens
     assert drafted.target_step_s > 2 * one_each.target_step_s
+
+
+def test_answer_without_drafts_keeps_its_slo_while_drafts_speed_up_another() -> None:
+    """In their mean they get 4.5 tokens a step, with which the plain one would leave too much to prompts."""
+    slo_s = 2.0 * unloaded_gap_s(answer(1)) / PLANNED_SHARE
+    answers = [answer(1, gap=1.9, tpot_slo_s=slo_s), answer(2, gap=0.5, tpot_slo_s=slo_s)]
+    queue = [prompt(9, 4_000, waited_s=1.0)]
+
+    def is_kept(tokens_per_step: float | dict[int, float]) -> bool:
+        budget = budget_of(answers, queue, tokens_per_step=tokens_per_step)
+        assert budget.num_late == 0
+        elapsed_s = NOW_S - (answers[0].first_token_s or 0.0)
+        return elapsed_s + 44 * step_s(answers, budget.num_tokens - 2) <= 63 * slo_s
+
+    assert is_kept({1: 1.0, 2: 8.0})
+    assert not is_kept(4.5)
 
 
 def test_last_token_of_an_answer_takes_a_whole_step() -> None:

@@ -7,6 +7,10 @@ import pytest
 from baton.core.step_cost import CostCorrection, StepCostModel, StepWork
 from baton.core.step_targets import DEFAULT_FACTORS, LatencyTargets, TargetFactors
 from baton.engine.engine import unknown_costs
+from baton.engine.scheduling.step_budget import DraftSpeedup
+from baton.engine.speculation.acceptance import AcceptanceRates
+from baton.engine.speculation.sequence_drafts import SequenceDrafts
+from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.step import StepPlan
 from baton.worker.costs.step_cost_keeper import work_of
 from tests.builders import sequence_request
@@ -56,13 +60,33 @@ def test_answer_with_a_loose_slo_gives_more_to_a_prompt_that_has_waited() -> Non
 
 def test_drafts_leave_more_of_the_step_time_to_a_prompt() -> None:
     def largest_part(tokens_per_step: float) -> int:
-        rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, tokens_per_step=lambda: tokens_per_step, **WIDE)
+        speedup = DraftSpeedup(tokens_per_step)
+        rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, draft_speedup=lambda: speedup, **WIDE)
         rig.add(sequence_request(1, range(10), max_tokens=6, sampling={"ignore_eos": True}))
         rig.step()
         rig.add(sequence_request(9, range(20, 520), max_tokens=2, waited_s=0.3))
         return max(part.num_scheduled_tokens for part in rig.step().sequences)
 
     assert largest_part(2.5) > 1.5 * largest_part(1.0)
+
+
+def test_sequences_are_as_fast_as_their_own_recent_steps() -> None:
+    """All sequences together get 4 tokens in the time of a plain step, in steps that are half as long
+    again."""
+    speedup = DraftSpeedup(4.0, 1.5)
+    rig = EngineRig(step_costs=lambda: COSTS, speculation=Speculation([]), draft_speedup=lambda: speedup, **WIDE)
+    rig.add(sequence_request(1, range(10), max_tokens=200, sampling={"ignore_eos": True}))
+    rig.step()
+    (seq,) = rig.engine._sequences.running.values()
+    tokens_per_step = rig.engine._tokens_per_step(speedup)
+    assert tokens_per_step(seq) == pytest.approx(4.0), "the mean, while little is known"
+    for _ in range(10):
+        rig.step()
+    assert tokens_per_step(seq) == pytest.approx(1 / 1.5)
+    drafts = SequenceDrafts(seq, (), (), AcceptanceRates(10.0), 0)
+    for num_tokens in (8, 7, 9, 8, 8, 1, 15, 8):
+        drafts.observe(num_tokens, 2)
+    assert drafts.tokens_per_step(1.0) == pytest.approx(8.0, rel=0.1)
 
 
 def test_targets_follow_from_the_costs_and_the_cache_at_arrival() -> None:

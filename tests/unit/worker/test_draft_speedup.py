@@ -35,12 +35,21 @@ class MeasuredSpeedup:
             self.now_s += step_s + model_s
             self.of.observe(work, step_s, model_s, self.num_accepted)
             self.num_accepted += accepted
-        return self.of.tokens_per_step
+        return self.of.now.tokens_per_step
 
 
 def test_accepted_drafts_count_for_the_sequences_that_share_a_step() -> None:
     """Of 12 drafts of 4 sequences 8 are right: 3 tokens each, in a step that is half as long again."""
     assert MeasuredSpeedup().steps(VERIFY, 1.5 * DECODE_S, accepted=8) == pytest.approx(2.0, rel=0.06)
+
+
+def test_length_of_steps_is_that_of_those_without_drafts() -> None:
+    measuring = MeasuredSpeedup()
+    measuring.steps(VERIFY, 1.5 * DECODE_S, accepted=8)
+    assert measuring.of.now.step_length == pytest.approx(1.5, rel=0.06)
+    measuring = MeasuredSpeedup()
+    measuring.steps(DECODE, 3.0 * DECODE_S)
+    assert measuring.of.now.step_length == pytest.approx(1.0)
 
 
 def test_time_of_the_draft_model_counts() -> None:
@@ -58,7 +67,7 @@ def test_it_follows_the_load_and_is_forgotten() -> None:
     assert measuring.steps(VERIFY, DECODE_S, accepted=4) > 1.8
     assert measuring.steps(DECODE, DECODE_S, times=round(WINDOW_S / DECODE_S)) < 1.5
     measuring.now_s += 10 * WINDOW_S
-    assert measuring.of.tokens_per_step == pytest.approx(1.0, abs=0.01)
+    assert measuring.of.now.tokens_per_step == pytest.approx(1.0, abs=0.01)
 
 
 def test_nothing_is_measured_without_costs_or_decoding_sequences() -> None:

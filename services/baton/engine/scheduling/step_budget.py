@@ -25,7 +25,7 @@ constant, found offline. Niyama (arXiv 2503.22562), for chunks sized by the slac
 deadline from each client.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple
@@ -64,6 +64,22 @@ class StepBudget:
     target_step_s: float = 0.0
 
 
+class DraftSpeedup(NamedTuple):
+    """The effect of drafts on recent decoding steps, in the mean over sequences.
+
+    tokens_per_step: tokens of a sequence in the time of a step without drafts.
+    step_length: duration of a step, as a multiple of that of the same step without drafts.
+    """
+
+    tokens_per_step: float = 1.0
+    step_length: float = 1.0
+
+
+def one_token(seq: EngineSequence) -> float:
+    """Return 1: the tokens that a step without drafts gives each sequence."""
+    return 1.0
+
+
 def plan(
     running: Iterable[EngineSequence],
     prompts: Sequence[QueuedPrompt],
@@ -72,7 +88,7 @@ def plan(
     *,
     config: EngineConfig,
     mean_output_tokens: float,
-    tokens_per_step: float = 1.0,
+    tokens_per_step: Callable[[EngineSequence], float] = one_token,
 ) -> StepBudget:
     """Return the budget of the next step.
 
@@ -81,16 +97,18 @@ def plan(
     costs: what a step costs on this worker. None if unknown: then the budget is `max_num_batched_tokens`.
     now_s: current time, by the clock that `record_token` gets.
     mean_output_tokens: mean length of recent responses, 0 if unknown.
-    tokens_per_step: tokens that drafts give a decoding sequence in the time of a step without them; at least
-        1.
+    tokens_per_step: returns the tokens that a decoding sequence gets in the time of a step without drafts. It
+        is below 1 for a sequence without drafts in steps that drafts of others make longer.
     """
     seqs = list(running)
     if costs is None or not (seqs or prompts):
         return StepBudget(num_tokens=config.max_num_batched_tokens)
     decoding = [seq for seq in seqs if seq.num_uncomputed_tokens == 1]
-    step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding], tokens_per_step)
+    step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding])
     queue = PromptQueue.of(prompts, step, now_s)
-    answers, num_late = answers_on_time(decoding, step, now_s, mean_output_tokens, config.max_model_len)
+    answers, num_late = answers_on_time(
+        decoding, step, now_s, mean_output_tokens, config.max_model_len, tokens_per_step
+    )
     full_part = full_part_of(queue.late_weight + num_late, queue.num_on_time + len(decoding) - num_late)
     slos = [answer for answer in answers if answer.gap.is_slo]
     most_tokens = config.max_num_batched_tokens - len(decoding)
@@ -119,34 +137,27 @@ class MixedStep:
     It has no drafts. What they give counts as more tokens in the same time.
 
     costs: cost model of this worker's steps.
-    tokens_per_step: tokens that each sequence gets in it.
     factor: correction of steps with prefill: of mixed ones, or of prefill alone if nothing decodes.
     decode_s: duration of the step without prefill.
     mixed_s: the decoding sequences' part of a step with prefill.
     """
 
     costs: StepCostModel
-    tokens_per_step: float
     factor: float
     decode_s: float
     mixed_s: float
 
     @classmethod
-    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int], tokens_per_step: float) -> "MixedStep":
+    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int]) -> "MixedStep":
         """Predict a step in which sequences with these context lengths decode."""
         decode = StepWork.of((), decode_contexts)
         factor = costs.mixed_factor if decode_contexts else costs.prefill_factor
         return cls(
             costs=costs,
-            tokens_per_step=tokens_per_step,
             factor=factor,
             decode_s=costs.step_seconds(decode),
             mixed_s=costs.uncorrected_step_s(decode) * factor,
         )
-
-    def num_steps(self, num_tokens: float) -> float:
-        """Return in how many steps a sequence gets `num_tokens` tokens, at least one."""
-        return max(1.0, num_tokens / self.tokens_per_step)
 
     def compute_s(self, num_tokens: int, num_before: int) -> float:
         """Return the time that `num_tokens` prompt tokens after `num_before` add to steps that run anyway."""
@@ -245,7 +256,7 @@ class Answer(NamedTuple):
 
     elapsed_s: time since its first token.
     num_gaps: gaps between its tokens in all, those to come included.
-    num_steps: steps in which the tokens that are expected to come are made.
+    num_steps: steps without drafts in whose time the tokens that are expected to come are made.
     """
 
     gap: LatencyTerm
@@ -325,6 +336,7 @@ def answers_on_time(
     now_s: float,
     mean_output_tokens: float,
     max_model_len: int,
+    tokens_per_step: Callable[[EngineSequence], float],
 ) -> tuple[list[Answer], int]:
     """Return the decoding sequences that can meet their TPOT target, and the number of those that cannot.
 
@@ -338,11 +350,12 @@ def answers_on_time(
         gap, elapsed_s = seq.targets.tpot, now_s - seq.first_token_s
         num_past = seq.num_timed_tokens - 1
         most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
-        if elapsed_s + step.num_steps(most) * step.decode_s > (num_past + most) * gap.target_s:
+        speed = tokens_per_step(seq)
+        if elapsed_s + max(1.0, most / speed) * step.decode_s > (num_past + most) * gap.target_s:
             num_late += 1
             continue
         num_left = _expected_tokens(seq, most, mean_output_tokens)
-        found.append(Answer(gap, elapsed_s, num_past + num_left, step.num_steps(num_left)))
+        found.append(Answer(gap, elapsed_s, num_past + num_left, max(1.0, num_left / speed)))
     return found, num_late
 
 

@@ -16,6 +16,10 @@ MANY_SEQUENCES = 8
 """Sequences up to which all drafters guess after each token."""
 MIN_LEFT_TOKENS = 6
 """A draft with fewer tokens left is replaced, even with many sequences."""
+STEPS_MEMORY = 24.0
+"""Steps over which the tokens of a step are averaged."""
+KNOWN_STEPS = 4.0
+"""Least weighted number of steps of such an average."""
 TOKENS_PER_WAIT = 8
 """Tokens without a guess for which a drafter is left out for one more token between two questions."""
 
@@ -99,7 +103,18 @@ class SequenceDrafts:
     is_offered: a drafter has a new draft, which it was not asked for.
     """
 
-    __slots__ = ("_ask_at", "_ends", "_seq", "best", "best_rate", "is_offered", "rates", "slots")
+    __slots__ = (
+        "_ask_at",
+        "_ends",
+        "_num_steps",
+        "_num_tokens",
+        "_seq",
+        "best",
+        "best_rate",
+        "is_offered",
+        "rates",
+        "slots",
+    )
 
     def __init__(
         self,
@@ -113,6 +128,7 @@ class SequenceDrafts:
         self._seq = seq
         self._ends = frozenset(ends)
         self._ask_at = 0
+        self._num_steps = self._num_tokens = 0.0  # exponential averages
         self.slots = [DraftSlot(drafter, len(seq.token_ids) - num_new) for drafter in drafters]
         self.rates = AcceptanceRates(SEQUENCE_MEMORY, rates)
         self.best: DraftSlot | None = None
@@ -128,8 +144,12 @@ class SequenceDrafts:
     def observe(self, num_new: int, num_seqs: int) -> None:
         """Compare the drafts with the last `num_new` tokens of the sequence, and draft the next ones.
 
+        Call it once for each step that gives the sequence tokens.
         num_seqs: sequences that decode at the same time.
         """
+        kept = 1 - 1 / STEPS_MEMORY
+        self._num_steps = self._num_steps * kept + 1
+        self._num_tokens = self._num_tokens * kept + num_new
         seq = self._seq
         token_ids = seq.token_ids
         is_one_of_many = num_seqs > MANY_SEQUENCES
@@ -146,6 +166,10 @@ class SequenceDrafts:
             if is_one_of_many and len(slot.tokens) > MIN_LEFT_TOKENS:
                 break  # the others are asked when this draft ends
         self.choose_best()
+
+    def tokens_per_step(self, usual: float) -> float:
+        """Return how many tokens recent steps gave it. `usual`: what counts while little is known of it."""
+        return usual if self._num_steps < KNOWN_STEPS else self._num_tokens / self._num_steps
 
     def choose_best(self) -> None:
         """Find the draft from which most tokens are expected."""

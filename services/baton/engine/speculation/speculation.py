@@ -130,6 +130,11 @@ class Speculation:
         assert best is not None
         return best.kind[0]
 
+    def tokens_per_step(self, key: int, usual: float) -> float:
+        """Return how many tokens recent steps gave a sequence. `usual`: those of sequences in the mean."""
+        own = self._sequences.get(key)
+        return usual if own is None else own.tokens_per_step(usual)
+
     def plan_round(
         self,
         decoding: Sequence[EngineSequence],

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import exp, inf
 
 from baton.core.step_cost import StepCostModel, StepWork
+from baton.engine.scheduling.step_budget import DraftSpeedup
 
 WINDOW_S = 20.0
 """Time in which the weight of a step falls to 1/e."""
@@ -28,14 +29,16 @@ class RecentDraftSpeedup:
         self._weighted_at_s = clock()
         self._num_accepted = 0
         self._last: tuple[float, float, int] | None = None
-        self._tokens_s = 0.0  # tokens per sequence times the duration without drafts
+        self._plain_s = 0.0  # duration without drafts
+        self._tokens_s = 0.0  # the same, times the tokens of a sequence
         self._took_s = 0.0
 
     @property
-    def tokens_per_step(self) -> float:
-        """The tokens now; 1 without drafts."""
+    def now(self) -> DraftSpeedup:
+        """The present speed-up; 1 token and length 1 without drafts."""
         self._lower_weights()
-        return (self._tokens_s + MIN_DECODING_S) / (self._took_s + MIN_DECODING_S)
+        took_s = self._took_s + MIN_DECODING_S
+        return DraftSpeedup((self._tokens_s + MIN_DECODING_S) / took_s, took_s / (self._plain_s + MIN_DECODING_S))
 
     def observe(self, work: StepWork, step_s: float, draft_model_s: float, num_accepted: int) -> None:
         """Record a step that took `step_s` seconds, after `draft_model_s` of the draft model.
@@ -58,6 +61,7 @@ class RecentDraftSpeedup:
             plain_s, took_s, num_seqs = self._last
             self._last = None
             self._lower_weights()
+            self._plain_s += plain_s
             self._tokens_s += plain_s * (1 + num_accepted / num_seqs)
             self._took_s += took_s
 
@@ -65,5 +69,6 @@ class RecentDraftSpeedup:
         now_s = self._clock()
         weight = exp((self._weighted_at_s - now_s) / WINDOW_S)
         self._weighted_at_s = now_s
+        self._plain_s *= weight
         self._tokens_s *= weight
         self._took_s *= weight
