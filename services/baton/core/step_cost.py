@@ -28,6 +28,12 @@ _SHARED_CORRECTION = 0.8
 """Share of each correction that the factors of the other kinds take. What slows one kind of step mostly slows
 all, and some kinds are not seen for a long time. It is below 1, so each kind that is seen reaches its own
 value, within about 200 steps."""
+_UNVERIFIED_STEPS = 500
+_FORGET_RATE = 1e-3
+"""Decode steps in a row without drafts, after which the factor of steps with drafts falls towards that of steps
+without, and the share of the distance by which it falls with each further one. While the factor is too high,
+no drafts are verified that would correct it. A factor that was right is observed again in the first steps that
+verify drafts."""
 
 
 class StepKind(Enum):
@@ -258,6 +264,7 @@ class CostCorrection:
         self._costs = costs
         self._corrected: StepCostModel | None = costs
         self._log_factors = {kind: math.log(costs.factor(kind)) for kind in StepKind}
+        self._num_unverified = 0  # decode steps since the last one with drafts
 
     def observe(self, work: StepWork, actual_s: float) -> None:
         """Record a step that took `actual_s` seconds.
@@ -273,6 +280,17 @@ class CostCorrection:
         for kind, value in self._log_factors.items():
             move = _CORRECTION_RATE * off * (1.0 if kind is work.kind else _SHARED_CORRECTION)
             self._log_factors[kind] = max(-_MAX_LOG_FACTOR, min(_MAX_LOG_FACTOR, value + move))
+        self._forget_verification(work.kind)
+
+    def _forget_verification(self, kind: StepKind) -> None:
+        """Lower a factor of steps with drafts that none has confirmed for many steps."""
+        if kind is StepKind.VERIFY:
+            self._num_unverified = 0
+        elif kind is StepKind.DECODE:
+            self._num_unverified += 1
+            excess = self._log_factors[StepKind.VERIFY] - self._log_factors[StepKind.DECODE]
+            if self._num_unverified > _UNVERIFIED_STEPS and excess > 0:
+                self._log_factors[StepKind.VERIFY] -= _FORGET_RATE * excess
 
     @property
     def costs(self) -> StepCostModel:

@@ -107,6 +107,36 @@ def test_correction_of_one_kind_moves_unseen_kinds_too() -> None:
     assert [correction.costs.factor(kind) for kind in slowdowns] == pytest.approx(list(slowdowns.values()), rel=0.02)
 
 
+DECODE, VERIFY = StepWork.of([], [500] * 4), StepWork.of([], [500] * 4, 12)
+
+
+def observe_steps(correction: CostCorrection, work: StepWork, slowdown: float, num_steps: int) -> None:
+    for _ in range(num_steps):
+        correction.observe(work, TRUE.step_seconds(work) * slowdown)
+
+
+def test_factor_of_steps_with_drafts_recovers_although_none_is_run() -> None:
+    """It was high when all steps were slow, and no draft pays while it is."""
+    correction = CostCorrection(TRUE)
+    observe_steps(correction, VERIFY, 3.0, 300)
+    observe_steps(correction, DECODE, 1.0, 200)
+    assert correction.costs.verify_factor > 1.2 * correction.costs.decode_factor
+    observe_steps(correction, DECODE, 1.0, 4_000)
+    assert correction.costs.verify_factor == pytest.approx(correction.costs.decode_factor, rel=0.02)
+    observe_steps(correction, VERIFY, 0.8, 300)
+    lower = correction.costs
+    observe_steps(correction, DECODE, lower.decode_factor, 4_000)
+    assert correction.costs.verify_factor == pytest.approx(lower.verify_factor, rel=0.05), "it is not raised"
+
+
+def test_factor_of_steps_with_drafts_stays_while_some_are_run() -> None:
+    correction = CostCorrection(TRUE)
+    for _ in range(1_000):
+        observe_steps(correction, DECODE, 1.0, 20)
+        observe_steps(correction, VERIFY, 1.3, 1)
+    assert correction.costs.verify_factor == pytest.approx(1.3, rel=0.02)
+
+
 def test_one_stall_in_ten_steps_has_little_effect() -> None:
     assert corrected(1.0, 500, num_stalls=1).decode_factor < 1.08
 
