@@ -30,10 +30,10 @@ all, and some kinds are not seen for a long time. It is below 1, so each kind th
 value, within about 200 steps."""
 _UNVERIFIED_STEPS = 500
 _FORGET_RATE = 1e-3
-"""Decode steps in a row without drafts, after which the factor of steps with drafts falls towards that of steps
-without, and the share of the distance by which it falls with each further one. While the factor is too high,
-no drafts are verified that would correct it. A factor that was right is observed again in the first steps that
-verify drafts."""
+"""Decode steps in a row without drafts, after which the factor of steps with drafts falls towards that of
+steps without, and the share of the distance by which it falls with each further one. While the factor is too
+high, no drafts are verified that would correct it. A factor that was right is observed again in the first
+steps that verify drafts."""
 
 
 class StepKind(Enum):
@@ -58,6 +58,8 @@ class StepWork:
     num_decode_seqs: sequences that decode, one token each.
     decode_context_tokens: sum of their context lengths.
     num_draft_tokens: draft tokens of these sequences, which the step verifies.
+    draft_attended_tokens: (query, context) pairs of their attention. A pair costs as much as one of a prompt
+        chunk: the rows of a sequence share what is read of its context.
     """
 
     num_prefill_tokens: int = 0
@@ -65,26 +67,36 @@ class StepWork:
     num_decode_seqs: int = 0
     decode_context_tokens: int = 0
     num_draft_tokens: int = 0
+    draft_attended_tokens: int = 0
 
     @staticmethod
     def of(
-        chunks: Iterable[tuple[int, int]], decode_contexts: Iterable[int] = (), num_draft_tokens: int = 0
+        chunks: Iterable[tuple[int, int]],
+        decode_contexts: Iterable[int] = (),
+        drafts: Iterable[tuple[int, int]] = (),
     ) -> "StepWork":
         """Return the work of a step.
 
         chunks: (tokens, existing tokens before them) of each prefill chunk.
         decode_contexts: context length of each decoding sequence.
-        num_draft_tokens: draft tokens of all decoding sequences.
+        drafts: (draft tokens, tokens before them) of each decoding sequence that has some.
         """
         parts = list(chunks)
         contexts = list(decode_contexts)
+        verified = list(drafts)
         return StepWork(
             num_prefill_tokens=sum(num_tokens for num_tokens, _ in parts),
             prefill_attended_tokens=sum(attended_tokens(num_tokens, before) for num_tokens, before in parts),
             num_decode_seqs=len(contexts),
             decode_context_tokens=sum(contexts),
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=sum(num_tokens for num_tokens, _ in verified),
+            draft_attended_tokens=sum(attended_tokens(num_tokens, before) for num_tokens, before in verified),
         )
+
+    @property
+    def without_drafts(self) -> "StepWork":
+        """The work of the same step without its drafts."""
+        return replace(self, num_draft_tokens=0, draft_attended_tokens=0)
 
     @property
     def kind(self) -> StepKind:
@@ -99,7 +111,7 @@ class StepWork:
         return (
             1.0,
             self.num_prefill_tokens,
-            self.prefill_attended_tokens,
+            self.prefill_attended_tokens + self.draft_attended_tokens,
             self.num_decode_seqs,
             self.decode_context_tokens,
             self.num_draft_tokens,

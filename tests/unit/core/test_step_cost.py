@@ -37,6 +37,15 @@ def test_decode_step_cost_grows_with_sequences_and_contexts() -> None:
     assert TRUE.decode_step_s(3, 600) == pytest.approx(2e-3 + 6e-4 + 2.4e-5)
 
 
+def test_drafts_cost_more_after_a_long_context() -> None:
+    """Three drafts after n tokens attend to n + 1, n + 2 and n + 3 of them."""
+    short, long = (StepWork.of([], [n], [(3, n)]) for n in (100, 10_100))
+    assert short.draft_attended_tokens == 101 + 102 + 103
+    grown_s = TRUE.uncorrected_step_s(long) - TRUE.uncorrected_step_s(short)
+    assert grown_s == pytest.approx(10_000 * (TRUE.decode_context_s + 3 * TRUE.prefill_attended_s))
+    assert long.without_drafts == StepWork.of([], [10_100])
+
+
 def test_each_kind_of_step_has_its_own_factor() -> None:
     assert [work.kind for work in (WORKS[0], WORKS[9], WORKS[-1])] == [
         StepKind.PREFILL,
@@ -107,7 +116,7 @@ def test_correction_of_one_kind_moves_unseen_kinds_too() -> None:
     assert [correction.costs.factor(kind) for kind in slowdowns] == pytest.approx(list(slowdowns.values()), rel=0.02)
 
 
-DECODE, VERIFY = StepWork.of([], [500] * 4), StepWork.of([], [500] * 4, 12)
+DECODE, VERIFY = StepWork.of([], [500] * 4), StepWork.of([], [500] * 4, [(3, 501)] * 4)
 
 
 def observe_steps(correction: CostCorrection, work: StepWork, slowdown: float, num_steps: int) -> None:

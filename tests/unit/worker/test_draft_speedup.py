@@ -15,7 +15,7 @@ COSTS = StepCostModel(
     step_s=0.01, prefill_token_s=1e-4, prefill_attended_s=0, decode_seq_s=1e-3, decode_context_s=0, draft_token_s=5e-4
 )
 DECODE = StepWork.of((), [100] * 4)
-VERIFY = StepWork.of((), [100] * 4, 12)
+VERIFY = StepWork.of((), [100] * 4, [(3, 101)] * 4)
 DECODE_S = COSTS.step_seconds(DECODE)
 
 

@@ -93,10 +93,11 @@ def choose_model_lengths(
             gain, one = candidates[index].rate ** depth, candidates[index]
             if lengths[index] < depth - 1 or one.max_tokens < depth or num_drafts >= max_drafts:
                 continue
-            if gain * step_s <= num_tokens * (draft.seq_s + times.draft_s):
+            draft_s = draft.seq_s + times.draft_after_s(len(one.seq.token_ids))
+            if gain * step_s <= num_tokens * draft_s:
                 continue
             num_tokens += gain
-            step_s += draft.seq_s + times.draft_s
+            step_s += draft_s
             lengths[index] = depth
             num_drafts += 1
         if max(lengths, default=0) < depth:

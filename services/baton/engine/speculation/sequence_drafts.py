@@ -16,8 +16,8 @@ MANY_SEQUENCES = 8
 """Sequences up to which all drafters guess after each token."""
 MIN_LEFT_TOKENS = 6
 """A draft with fewer tokens left is replaced, even with many sequences."""
-STEPS_MEMORY = 24.0
-"""Steps over which the tokens of a step are averaged."""
+STEPS_KEPT = 1 - 1 / 24
+"""Share of the weight of earlier steps that is left after a step, in the average of the tokens of a step."""
 KNOWN_STEPS = 4.0
 """Least weighted number of steps of such an average."""
 TOKENS_PER_WAIT = 8
@@ -147,9 +147,8 @@ class SequenceDrafts:
         Call it once for each step that gives the sequence tokens.
         num_seqs: sequences that decode at the same time.
         """
-        kept = 1 - 1 / STEPS_MEMORY
-        self._num_steps = self._num_steps * kept + 1
-        self._num_tokens = self._num_tokens * kept + num_new
+        self._num_steps = self._num_steps * STEPS_KEPT + 1
+        self._num_tokens = self._num_tokens * STEPS_KEPT + num_new
         seq = self._seq
         token_ids = seq.token_ids
         is_one_of_many = num_seqs > MANY_SEQUENCES

@@ -218,5 +218,5 @@ class Speculation:
             if most > 0 and len(seq.sample_indices) == 1:
                 keys.append(seq.key)
                 tokens.append(draft)
-                candidates.append((rate, min(len(draft), most)))
+                candidates.append((rate, min(len(draft), most), len(seq.token_ids)))
         return keys, tokens, candidates

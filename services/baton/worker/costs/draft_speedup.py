@@ -1,7 +1,6 @@
 """Measures how many tokens drafts give a decoding sequence in the time of a step without drafts."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import exp, inf
 
 from baton.core.step_cost import StepCostModel, StepWork
@@ -51,7 +50,7 @@ class RecentDraftSpeedup:
         costs = self._costs()
         if costs is None or not work.num_decode_seqs or not 0 < step_s < inf:
             return
-        plain_s = costs.step_seconds(replace(work, num_draft_tokens=0))
+        plain_s = costs.step_seconds(work.without_drafts)
         took_s = step_s if work.num_draft_tokens else plain_s
         self._last = plain_s, took_s + draft_model_s, work.num_decode_seqs
 

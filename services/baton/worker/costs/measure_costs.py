@@ -238,7 +238,7 @@ def _guess_s(work: StepWork, measured: Mapping[StepWork, float]) -> float | None
 
 
 def _without_drafts(work: StepWork) -> StepWork:
-    return replace(work, num_decode_seqs=work.num_decode_seqs + work.num_draft_tokens, num_draft_tokens=0)
+    return replace(work.without_drafts, num_decode_seqs=work.num_decode_seqs + work.num_draft_tokens)
 
 
 async def _timed(executor: Executor, plan: StepPlan) -> float:

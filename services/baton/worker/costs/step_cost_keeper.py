@@ -26,7 +26,7 @@ def work_of(plan: StepPlan) -> StepWork:
     return StepWork.of(
         ((num_tokens, s.kv_begin) for num_tokens, s in final if num_tokens > 1),
         (s.kv_begin for num_tokens, s in final if num_tokens == 1),
-        sum(s.num_drafts for s in plan.sequences),
+        ((s.num_drafts, s.kv_begin + 1) for s in plan.sequences if s.num_drafts),
     )
 
 
