@@ -1,4 +1,4 @@
-"""Measures TPOT with and without drafts, on answers that copy from their prompts and on random ones.
+"""Measures TPOT with and without drafts, on answers that copy from their prompts and on others.
 
 python -m bench draft_tokens --out DIR [--models qwen3-0.6b,tiny-42m] [--repeats 5] [--outputs 200]
 [--batches 1,8] [--model DIR] [--draft SHAPE] [--draft-right 0.7] [--json]
@@ -8,7 +8,9 @@ everything as usual, and then the drawn tokens are replaced by those of the scri
 
 edit: the document of the prompt with every 20th token changed, on average.
 extract: passages of 10 to 60 tokens of the document.
-random: random tokens. Drafts can only be wrong.
+random: random tokens. Hardly any three of them recur, so there are no drafts.
+zipf: few different tokens, drawn by Zipf's law, in prompt and answer. Three of them often recur, and go on
+    otherwise: most drafts are wrong.
 
 TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, with
 `--speculate` off, ngram and auto, on one executor whose costs are measured first. Each answer is new, so that
@@ -58,7 +60,9 @@ from bench.systems.engines import THREADS, sequence_requests, vocabulary
 MODES = ("off", "ngram", "auto")
 DRAFT = "draft"
 """Mode with a draft model."""
-TEXTS = ("edit", "extract", "random")
+TEXTS = ("edit", "extract", "random", "zipf")
+ZIPF_TOKENS = 20
+"""Different tokens of `zipf`."""
 DOCUMENT_TOKENS = 400
 BLOCK_SIZE_TOKENS = 16
 NUM_BLOCKS = 1024
@@ -190,7 +194,12 @@ class ScriptedEngine:
 def scripted(text: str, num: int, num_outputs: int, vocab_size: int, rng: random.Random) -> tuple[list[list[int]], ...]:
     """Return prompts and their answers."""
 
+    num_zipf = min(ZIPF_TOKENS, vocab_size - FIRST_ID)
+    weights = [1 / rank for rank in range(1, num_zipf + 1)]
+
     def tokens(count: int) -> list[int]:
+        if text == "zipf":
+            return rng.choices(range(FIRST_ID, FIRST_ID + num_zipf), weights, k=count)
         return [rng.randrange(FIRST_ID, vocab_size) for _ in range(count)]
 
     prompts, answers = [], []
