@@ -44,6 +44,8 @@ class Request:
             "presence_penalty": s.presence_penalty,
             "frequency_penalty": s.frequency_penalty,
             "ignore_eos": s.ignore_eos,
+            "min_tokens": s.min_tokens,
+            "stop_token_ids": list(s.stop_token_ids),
             "timeline": True,
         }
 
