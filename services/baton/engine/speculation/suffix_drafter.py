@@ -46,11 +46,11 @@ class SuffixTable:
     A context takes the slot of another one when that one has no votes left, so rare ones make room.
     """
 
-    def __init__(self, bits: int = FIRST_BITS) -> None:
-        """bits: logarithm of the number of slots."""
+    def __init__(self, bits: int = FIRST_BITS, num_taken: int = 0) -> None:
+        """bits: logarithm of the number of slots. num_taken: slots that the caller fills."""
         self.bits = bits
         self._shift = 64 - bits
-        self._num_taken = 0
+        self._num_taken = num_taken
         self._hashes = array("Q", bytes(8 << bits))
         self._next = array("I", bytes(4 << bits))
         self._votes = bytearray(1 << bits)
@@ -86,8 +86,7 @@ class SuffixTable:
 
     def grown(self, bits: int) -> "SuffixTable":
         """Return a larger table with the same content. Contexts of different slots keep different slots."""
-        larger = SuffixTable(bits)
-        larger._num_taken = self._num_taken
+        larger = SuffixTable(bits, self._num_taken)
         hashes, votes = np.frombuffer(self._hashes, np.uint64), np.frombuffer(self._votes, np.uint8)
         taken = votes > 0
         slots = hashes[taken] >> np.uint64(64 - bits)
