@@ -12,7 +12,7 @@ from itertools import combinations
 
 from baton.core.plain_json import from_plain, to_plain
 
-COSTS_VERSION = 2
+COSTS_VERSION = 3
 """Version of the features. The coefficients of another version have another meaning."""
 NUM_FEATURES = 6
 
