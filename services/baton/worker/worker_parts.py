@@ -19,7 +19,7 @@ from baton.runtime.observability.tracing import OFF, Tracing
 from baton.runtime.process.byte_budget import ByteBudget
 from baton.transfer.backend import TransferBackend
 from baton.transfer.owner.kv_owner import SessionMoved
-from baton.transfer.owner.owner_service import OwnerService
+from baton.transfer.owner.owner_service import OwnerService, ReloadPrefix
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
@@ -124,9 +124,10 @@ def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | Non
     )
 
 
-def build_owner(parts: WorkerParts, *, on_session_moved: SessionMoved) -> OwnerService:
+def build_owner(parts: WorkerParts, *, reload_prefix: ReloadPrefix, on_session_moved: SessionMoved) -> OwnerService:
     """Build the service that lets peers read this worker's KV.
 
+    reload_prefix: reloads what they cannot read of a prefix
     on_session_moved: called when the session goes on at a peer that has read its KV
     """
     config = parts.config
@@ -137,6 +138,7 @@ def build_owner(parts: WorkerParts, *, on_session_moved: SessionMoved) -> OwnerS
         backend=parts.backend,
         pins=regions,
         lookup=regions.lookup,
+        reload_prefix=reload_prefix,
         on_session_moved=on_session_moved,
         lease_s=config.lease_s,
         claim_timeout_s=config.kv_claim_timeout_s,

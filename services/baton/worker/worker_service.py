@@ -89,11 +89,11 @@ class Worker:
             reloads_preempted=bool(parts.tiers),
         )
         self.publisher = build_publisher(parts)
-        self.owner = build_owner(parts, on_session_moved=self._session_moved)
         self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
         self.kv = self._build_tiers()
+        self.owner = build_owner(parts, reload_prefix=self.kv.reload_for_peer, on_session_moved=self._session_moved)
         self._evicted_kv = EvictedKv(parts.pool, parts.tiers)
         self.prefix_copies = PrefixCopies(
             engine=self.engine,

@@ -1,9 +1,10 @@
 """`WorkerTiers`: the slower tiers of one worker, and what copies, reloads, retains and erases KV in them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from baton.core.cluster.worker_report import ReloadCounts, TierReport
+from baton.core.messages.peer_messages import HashRange
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.state.outcome import EngineOutcome
@@ -111,6 +112,14 @@ class WorkerTiers:
     def reload_counts(self) -> ReloadCounts:
         """Reloads since the start, by outcome."""
         return ReloadCounts() if self.reloads is None else self.reloads.totals.counts
+
+    def reload_for_peer(self, prefix: HashRange) -> Awaitable[object] | None:
+        """Start to reload what a peer cannot read of a prefix; see `Reloads.start_for_peer`."""
+        if self.reloads is None:
+            return None
+        layout = self._layout
+        root = chain_tenant(layout.model_fingerprint, prefix.cache_salt, layout.block_size_tokens)
+        return self.reloads.start_for_peer(prefix.hashes, root, within_s=prefix.reload_within_s)
 
     async def clear_tenant(self, tenant_salt: bytes) -> None:
         """Erase the cached KV of the tenant with this salt on the device and in all tiers."""

@@ -82,7 +82,11 @@ WIDE = {
     *("waiting_prefill_tokens", "running_context_tokens", "block_bytes", "waiting_prefill_attended_tokens"),
 }
 """Fields with unsigned 64-bit integers. All other integer fields have 32 bits."""
-WIDE_EXCEPTIONS = {("PrefixSource", "num_blocks"), ("PrefixSource", "num_host_blocks")}
+WIDE_EXCEPTIONS = {
+    ("PrefixSource", "num_blocks"),
+    ("PrefixSource", "num_host_blocks"),
+    ("PrefixSource", "num_disk_blocks"),
+}
 
 
 @cache

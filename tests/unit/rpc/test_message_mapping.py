@@ -71,6 +71,7 @@ class Source:
     worker: str | None
     num_blocks: int
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
 
 
 def test_repeated_and_optional_nested_messages_are_converted() -> None:

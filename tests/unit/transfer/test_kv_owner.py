@@ -66,12 +66,15 @@ class Rig:
         self.sent: list[tuple[str, OwnerMessage]] = []
         self.cached: dict[BlockHash, int] = {}
         self.moved: list[tuple[SessionKey, int]] = []
+        self.reloads: list[object] = []
+        self.has_disk = True
         self.owner = KvOwner(
             layout=builders.layout(),
             num_blocks=64,
             pins=self.pins,
             send=lambda reader, message: self.sent.append((reader.worker_id, message)),
             lookup=self.lookup,
+            start_reload=self.start_reload,
             on_session_moved=lambda session, num_blocks: self.moved.append((session, num_blocks)),
             lease_s=LEASE_S,
             claim_timeout_s=CLAIM_TIMEOUT_S,
@@ -86,6 +89,11 @@ class Rig:
                 break
             found.append(self.cached[block_hash])
         return found
+
+    def start_reload(self, key: object, prefix: HashRange) -> bool:
+        if self.has_disk:
+            self.reloads.append(key)
+        return self.has_disk
 
     def prefill(self, now_s: float = 0.0, *, final: bool = True, request: int = 0) -> None:
         job = builders.job_id(request)
@@ -449,6 +457,74 @@ def test_session_has_moved_once_its_kv_was_received(end: Release | Abandon | Non
         r.owner.release(READER, end, 0.1)
         r.owner.release(READER, end, 0.2)
     assert r.moved == [(session, 3)] * has_moved
+
+
+FROM_DISK = HashRange(hashes=HASHES, reload_within_s=0.5)
+"""A prefix that the owner may reload."""
+
+
+def test_prefix_on_disk_is_announced_after_its_reload() -> None:
+    r = Rig()
+    r.cached = dict(zip(HASHES[:2], [20, 21], strict=True))
+    r.follow(0.0, subject=FROM_DISK, have=1)
+    assert (r.take(), len(r.reloads), r.pins.held) == ([], 1, [20, 21])
+    r.follow(0.1, subject=FROM_DISK, have=1)  # the reader has connected again
+    assert (r.take(), len(r.reloads)) == ([], 1)
+    r.cached = dict(zip(HASHES, [20, 31, 32, 33], strict=True))
+    r.owner.prefix_reloaded(r.reloads[0], 0.2)
+    (ready,) = r.take()
+    assert (ready.first_block_index, ready.block_ids, ready.hashes) == (1, (31, 32, 33), HASHES[1:])
+    assert (ready.final, ready.num_computed_tokens) == (True, 16)
+    assert r.pins.held == [20, 31, 32, 33]
+    r.owner.prefix_reloaded(r.reloads[0], 0.3)
+    assert r.take() == []
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome=RECEIVED), 0.4)
+    assert r.pins.held == []
+
+
+def test_reload_that_failed_leaves_what_is_in_memory() -> None:
+    r = Rig()
+    r.cached = dict(zip(HASHES[:2], [20, 21], strict=True))
+    r.follow(0.0, subject=FROM_DISK)
+    r.owner.prefix_reloaded(r.reloads[0], 0.2)
+    (ready,) = r.take()
+    assert (ready.block_ids, ready.final, ready.num_computed_tokens) == ((20, 21), True, 8)
+
+
+@pytest.mark.parametrize(
+    ("subject", "num_cached", "has_disk", "num_reloads"),
+    [
+        (HashRange(hashes=HASHES), 2, True, 0),
+        (FROM_DISK, 4, True, 0),
+        (FROM_DISK, 2, False, 0),
+        (FROM_DISK, 2, True, 1),
+    ],
+    ids=["not allowed", "all in memory", "nothing on disk", "on disk"],
+)
+def test_prefix_is_announced_at_once_if_there_is_nothing_to_reload(
+    subject: HashRange, num_cached: int, has_disk: bool, num_reloads: int
+) -> None:
+    r = Rig()
+    r.has_disk = has_disk
+    r.cached = dict(zip(HASHES[:num_cached], range(20, 20 + num_cached), strict=True))
+    r.follow(0.0, subject=subject)
+    assert (len(r.take()), len(r.reloads)) == (1 - num_reloads, num_reloads)
+
+
+@pytest.mark.parametrize("end", ["abandon", "lease", "close"])
+def test_reload_after_the_end_of_its_transfer_pins_nothing(end: str) -> None:
+    r = Rig()
+    r.cached = dict(zip(HASHES[:2], [20, 21], strict=True))
+    r.follow(0.0, subject=FROM_DISK)
+    if end == "abandon":
+        r.owner.release(READER, Abandon(transfer_id=TransferId(1), blocks_in_doubt=0), 0.1)
+    elif end == "lease":
+        r.owner.expire(LEASE_S)
+    else:
+        r.owner.close(Reason.WORKER_LOST, 0.1)
+    r.take()
+    r.owner.prefix_reloaded(r.reloads[0], 0.2)
+    assert (r.take(), r.pins.held) == ([], [])
 
 
 def test_late_follow_does_not_recreate_a_released_prefix() -> None:

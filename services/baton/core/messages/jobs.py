@@ -47,13 +47,14 @@ class SessionHelloReply:
 class PrefixSource:
     """A worker that holds the first `num_blocks` blocks of the prompt, so that they can be pulled from it.
 
-    num_host_blocks: those of them that it was known to hold in its host tier only; the others are in device
-        memory
+    num_host_blocks, num_disk_blocks: those of them that it was known to hold in its host tier only, and those
+        that it must reload from its disk before they can be read; the others are in device memory
     """
 
     worker: WorkerRef
     num_blocks: int
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

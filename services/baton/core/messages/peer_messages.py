@@ -60,11 +60,14 @@ class HashRange:
 
     moving_session: goes on at the reader, so that it no longer needs its KV at the owner; None if the owner's
         copy is still needed
+    reload_within_s: time that the owner may take to reload blocks that the reader cannot read, because they
+        are on its disk only; 0: it announces what can be read at once
     """
 
     hashes: tuple[BlockHash, ...]
     cache_salt: bytes = b""
     moving_session: SessionKey | None = None
+    reload_within_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,13 +158,19 @@ def from_job_id(message: pb.JobId) -> JobId:
 
 def to_prefix_source(source: PrefixSource) -> pb.PrefixSource:
     return pb.PrefixSource(
-        worker=to_worker_ref(source.worker), num_blocks=source.num_blocks, num_host_blocks=source.num_host_blocks
+        worker=to_worker_ref(source.worker),
+        num_blocks=source.num_blocks,
+        num_host_blocks=source.num_host_blocks,
+        num_disk_blocks=source.num_disk_blocks,
     )
 
 
 def from_prefix_source(message: pb.PrefixSource) -> PrefixSource:
     return PrefixSource(
-        worker=from_worker_ref(message.worker), num_blocks=message.num_blocks, num_host_blocks=message.num_host_blocks
+        worker=from_worker_ref(message.worker),
+        num_blocks=message.num_blocks,
+        num_host_blocks=message.num_host_blocks,
+        num_disk_blocks=message.num_disk_blocks,
     )
 
 

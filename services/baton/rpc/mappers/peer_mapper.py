@@ -179,6 +179,7 @@ def _to_follow(follow: Follow) -> pb.Follow:
     if isinstance(follow.subject, HashRange):
         message.hash_range.hashes = c.to_hash_bytes(follow.subject.hashes)
         message.hash_range.cache_salt = follow.subject.cache_salt
+        message.hash_range.reload_within_s = follow.subject.reload_within_s
         message.hash_range.SetInParent()
         if follow.subject.moving_session is not None:
             message.hash_range.moving_session.tenant, message.hash_range.moving_session.session = (
@@ -216,6 +217,7 @@ def _from_hash_range(message: pb.HashRange) -> HashRange:
         hashes=c.from_hash_bytes(message.hashes),
         cache_salt=c.name(message.cache_salt, "cache_salt"),
         moving_session=moving_session,
+        reload_within_s=c.seconds(message.reload_within_s, "reload_within_s"),
     )
 
 

@@ -42,6 +42,9 @@ from baton.transfer.owner.owned_transfer import OwnedTransfer
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
 """Returns the block ids of the longest leading run of hashes that this worker holds, in any of its regions.
 Ids count the blocks of all regions in one sequence."""
+StartReload = Callable[[PullKey, HashRange], bool]
+"""Starts to reload what readers cannot read of a prefix, because it is on a disk only, and `prefix_reloaded`
+will be called with the key. Returns False if there is nothing to reload, or if it does not pay."""
 SessionMoved = Callable[[SessionKey, int], None]
 """Called with a session that goes on at a reader, and the number of leading blocks that the reader has."""
 
@@ -65,6 +68,7 @@ class KvOwner:
 
     `send` sends a message to a reader incarnation. A message that cannot be delivered is lost. The reader
     then repeats its Follow, and the owner sends the announcement again.
+    A prefix that is not in memory is announced after its reload, within the time that the reader gives.
     `on_session_moved` is called when a reader has all of the KV that it wanted for a session that goes on
     there.
     """
@@ -77,6 +81,7 @@ class KvOwner:
         pins: PinPool,
         send: Callable[[WorkerRef, OwnerMessage], None],
         lookup: PrefixLookup,
+        start_reload: StartReload = lambda _key, _prefix: False,
         on_session_moved: SessionMoved = lambda _session, _num_blocks: None,
         lease_s: float,
         claim_timeout_s: float,
@@ -88,7 +93,7 @@ class KvOwner:
         self._num_blocks = num_blocks
         self._pins = pins
         self._send = send
-        self._lookup, self._on_moved = lookup, on_session_moved
+        self._lookup, self._start_reload, self._on_moved = lookup, start_reload, on_session_moved
         self._lease_s, self._claim_timeout_s = lease_s, claim_timeout_s
         self._transfers: dict[Key, OwnedTransfer] = {}
         self._early = EarlyFollows(reorder_window_s)
@@ -206,6 +211,17 @@ class KvOwner:
         self._pins.unpin([block_id for block_id in transfer.block_ids[len(announced) :] if block_id != NO_BLOCK])
         transfer.pinned = announced
         self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
+
+    def prefix_reloaded(self, key: PullKey, now_s: float) -> None:
+        """Announce a prefix after its reload, whatever came of that.
+
+        Does nothing if the transfer has ended.
+        """
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.prefix is None or transfer.is_final:
+            return
+        self._pin_prefix(transfer, is_final=True)
+        self._announce_new(transfer)
 
     # -- called with the messages of readers -------------------------------------------------------
 
@@ -326,28 +342,49 @@ class KvOwner:
         now_s: float,
         max_regions: int,
     ) -> None:
-        wanted = hashes_of_prefix(subject.hashes, self._windows)
+        key: PullKey = (reader.incarnation, message.transfer_id)
+        transfer = OwnedTransfer(
+            key=key,
+            lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED),
+            prefix=subject,
+            max_regions=max_regions,
+            moving_session=subject.moving_session,
+        )
+        is_reloading = (
+            subject.reload_within_s > 0
+            and len(self._readable(transfer)) < len(hashes_of_prefix(subject.hashes, self._windows))
+            and self._start_reload(key, subject)
+        )
+        self._transfers[key] = transfer
+        self._pin_prefix(transfer, is_final=not is_reloading)
+        self._start_following(transfer, reader, message, stream_number, now_s)
+
+    def _readable(self, transfer: OwnedTransfer) -> tuple[int, ...]:
+        """Return the blocks of a prefix that its reader can read, as far as they are without a gap."""
+        assert transfer.prefix is not None
+        wanted = hashes_of_prefix(transfer.prefix.hashes, self._windows)
         found = tuple(self._lookup(wanted))[: len(wanted)]
-        if max_regions == 1:
+        if transfer.max_regions == 1:
             found = tuple(takewhile(lambda block_id: block_id < self._num_blocks, found))
-        num_blocks = len(subject.hashes)
+        return found
+
+    def _pin_prefix(self, transfer: OwnedTransfer, *, is_final: bool) -> None:
+        """Pin what can be read of a prefix, in place of what was pinned before.
+
+        is_final: it can be announced; else it is only kept during a reload
+        """
+        assert transfer.prefix is not None
+        hashes, found, pinned_before = transfer.prefix.hashes, self._readable(transfer), transfer.pinned
+        wanted, num_blocks = hashes_of_prefix(hashes, self._windows), len(hashes)
         if len(found) < len(wanted):
             entries = entries_from(self._windows.first_blocks(num_blocks * self._block_size), num_blocks)
             num_blocks = entries[len(found)] // self._windows.num_tables
-        transfer = OwnedTransfer(
-            key=(reader.incarnation, message.transfer_id),
-            lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED),
-            block_ids=found,
-            hashes=tuple(wanted[: len(found)]),
-            pinned=found,
-            num_ready=len(found),
-            num_computed_tokens=num_blocks * self._block_size,
-            is_final=True,
-            moving_session=subject.moving_session,
-        )
         self._pins.pin(found)
-        self._transfers[transfer.key] = transfer
-        self._start_following(transfer, reader, message, stream_number, now_s)
+        self._pins.unpin(pinned_before)
+        transfer.block_ids = transfer.pinned = found
+        transfer.hashes = tuple(wanted[: len(found)])
+        transfer.num_ready = len(found) if is_final else 0
+        transfer.num_computed_tokens, transfer.is_final = num_blocks * self._block_size, is_final
 
     def _start_following(
         self, transfer: OwnedTransfer, reader: WorkerRef, message: Follow, stream_number: int, now_s: float

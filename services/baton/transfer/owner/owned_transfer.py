@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import Reason
 from baton.core.ids import JobId, TransferId, WorkerRef
 from baton.core.kv.block_hash import NO_HASH, BlockHash
-from baton.core.messages.peer_messages import FirstToken, KvReady
+from baton.core.messages.peer_messages import FirstToken, HashRange, KvReady
 from baton.core.request import LegTimeline, SessionKey
 from baton.core.state_machines import Lifecycle
 from baton.core.state_machines import OwnedTransferState as State
@@ -28,6 +28,8 @@ class OwnedTransfer:
     lost: why the sequence ended early; None otherwise
     stream_number: the stream on which the last Follow arrived
     announced_ids: ids of all blocks that were ever announced
+    prefix: the cached prefix that the reader wants; None for a job
+    max_regions: regions of this worker's memory that the reader of a prefix can read from
     moving_session: the session that goes on at the reader once it has read the blocks; None if none does
     span: trace span from the Follow to the end
     """
@@ -51,6 +53,8 @@ class OwnedTransfer:
     lost: Reason | None = None
     stream_number: int = 0
     announced_ids: set[int] = field(default_factory=set)
+    prefix: HashRange | None = None
+    max_regions: int = 1
     moving_session: SessionKey | None = None
     span: Span = NO_SPAN
 

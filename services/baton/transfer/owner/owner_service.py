@@ -2,7 +2,7 @@
 `KvOwner`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,6 +17,7 @@ from baton.core.messages.peer_messages import (
     FirstToken,
     Follow,
     GroupMessage,
+    HashRange,
     KvReady,
     Lost,
     OwnerMessage,
@@ -32,11 +33,15 @@ from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import ReadServer, TransferBackend
+from baton.transfer.owner.ended_transfers import PullKey
 from baton.transfer.owner.kv_owner import KvOwner, OwnerCounts, PrefixLookup, SessionMoved
 
 log = get_logger(__name__)
 
 PeerStream = Duplex[OwnerMessage, ReaderMessage]
+ReloadPrefix = Callable[[HashRange], Awaitable[object] | None]
+"""Starts to reload what peers cannot read of a prefix, within `reload_within_s`. Returns what ends with the
+reload; None if there is nothing to reload, or if it does not pay."""
 
 
 class OwnerService:
@@ -54,6 +59,7 @@ class OwnerService:
         backend: TransferBackend,
         pins: PinPool,
         lookup: PrefixLookup,
+        reload_prefix: ReloadPrefix = lambda _prefix: None,
         on_session_moved: SessionMoved = lambda _session, _num_blocks: None,
         lease_s: float,
         claim_timeout_s: float,
@@ -63,6 +69,8 @@ class OwnerService:
     ) -> None:
         self._worker, self._layout, self._backend = worker, layout, backend
         self._lease_s, self._hello_s = lease_s, hello_s
+        self._reload_prefix = reload_prefix
+        self._reloading: dict[asyncio.Task[None], None] = {}
         self._streams: dict[Incarnation, PeerStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # when `_timer` is due; uvloop's handles do not tell after that time
@@ -72,6 +80,7 @@ class OwnerService:
             pins=pins,
             send=self._send,
             lookup=lookup,
+            start_reload=self._start_reload,
             on_session_moved=on_session_moved,
             lease_s=lease_s,
             claim_timeout_s=claim_timeout_s,
@@ -147,6 +156,8 @@ class OwnerService:
         self.owner.close(Reason.WORKER_LOST, self._now_s())
         if self._timer is not None:
             self._timer.cancel()
+        for task in list(self._reloading):
+            task.cancel()
         for stream in list(self._streams.values()):
             await stream.aclose()
 
@@ -215,6 +226,23 @@ class OwnerService:
                 self.owner.release(reader, message, now_s)
             case PeerHello():
                 log.warning("second_peer_hello_received", reader=str(reader))
+
+    def _start_reload(self, key: PullKey, prefix: HashRange) -> bool:
+        reload = self._reload_prefix(prefix)
+        if reload is None:
+            return False
+        task = asyncio.get_running_loop().create_task(self._announce_after(reload, key), name="kv-reload-for-peer")
+        self._reloading[task] = None
+        task.add_done_callback(self._reloading.pop)
+        return True
+
+    async def _announce_after(self, reload: Awaitable[object], key: PullKey) -> None:
+        try:
+            await reload
+        except Exception:  # a bug in Baton costs the reader only the blocks that were not reloaded
+            log.exception("prefix_reload_failed")
+        self.owner.prefix_reloaded(key, self._now_s())
+        self._schedule_expiry()
 
     def _send(self, reader: WorkerRef, message: OwnerMessage) -> None:
         stream = self._streams.get(reader.incarnation)

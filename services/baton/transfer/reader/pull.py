@@ -371,9 +371,10 @@ class Pull:
         self._lifecycle.move(state)
         if self._deadline is not None:
             self._deadline.cancel()
-        reads, is_prefix = self._link.reads, isinstance(self.subject, HashRange)
-        if reason is None and reads is not None:
-            self._record.add_costs_to(reads.costs, reads.bandwidth, is_prefix=is_prefix)
+        reads, prefix = self._link.reads, self.subject if isinstance(self.subject, HashRange) else None
+        may_reload = prefix is not None and prefix.reload_within_s > 0
+        if reason is None and reads is not None and not may_reload:  # a reload is no cost of the link
+            self._record.add_costs_to(reads.costs, reads.bandwidth, is_prefix=prefix is not None)
         self._link.ended(self)
         self._link.observer.pull_ended(
             self._link.owner,

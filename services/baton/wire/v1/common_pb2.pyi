@@ -380,11 +380,13 @@ class KvMemory(_message.Message):
     def __init__(self, owner: _Optional[_Union[WorkerRef, _Mapping]] = ..., shard: _Optional[int] = ..., layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., head_begin: _Optional[int] = ..., num_heads: _Optional[int] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., base_address: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., generation_table_address: _Optional[int] = ..., generation_entry_bytes: _Optional[int] = ..., ucx_environment: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
-    __slots__ = ("worker", "num_blocks", "num_host_blocks")
+    __slots__ = ("worker", "num_blocks", "num_host_blocks", "num_disk_blocks")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRef
     num_blocks: int
     num_host_blocks: int
-    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+    num_disk_blocks: int
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.wire.v1 import common_pb2 as baton_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/wire/v1/peer.proto\x12\rbaton.wire.v1\x1a\x1a\x62\x61ton/wire/v1/common.proto\"\xc4\x02\n\rReaderMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.baton.wire.v1.PeerHelloH\x00\x12\'\n\x06\x66ollow\x18\x02 \x01(\x0b\x32\x15.baton.wire.v1.FollowH\x00\x12%\n\x05renew\x18\x03 \x01(\x0b\x32\x14.baton.wire.v1.RenewH\x00\x12,\n\twill_read\x18\x04 \x01(\x0b\x32\x17.baton.wire.v1.WillReadH\x00\x12)\n\x07release\x18\x05 \x01(\x0b\x32\x16.baton.wire.v1.ReleaseH\x00\x12)\n\x07\x61\x62\x61ndon\x18\x06 \x01(\x0b\x32\x16.baton.wire.v1.AbandonH\x00\x12,\n\x05group\x18\x07 \x01(\x0b\x32\x1b.baton.wire.v1.GroupMessageH\x00\x42\x06\n\x04kind\"\xc9\x01\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12(\n\x06reader\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x05owner\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.baton.wire.v1.KvLayout\x12\x13\n\x0bmax_regions\x18\x05 \x01(\r\x12\x11\n\ttransfers\x18\x06 \x03(\t\"b\n\tHashRange\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12\x31\n\x0emoving_session\x18\x03 \x01(\x0b\x32\x19.baton.wire.v1.SessionKey\"-\n\nSessionKey\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\"\xc4\x01\n\x06\x46ollow\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12#\n\x03job\x18\x02 \x01(\x0b\x32\x14.baton.wire.v1.JobIdH\x00\x12.\n\nhash_range\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.HashRangeH\x00\x12\x13\n\x0bhave_blocks\x18\x04 \x01(\r\x12\x19\n\x11resume_from_block\x18\x05 \x01(\r\x12\x15\n\rtrace_context\x18\x06 \x01(\tB\t\n\x07subject\"\x18\n\x05Renew\x12\x0f\n\x07renewal\x18\x01 \x01(\x04\"C\n\x08WillRead\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x0f\n\x07read_id\x18\x02 \x01(\x06\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"9\n\x0cGroupMessage\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"[\n\x07Release\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\x12\x12\n\nduration_s\x18\x04 \x01(\x01\"7\n\x07\x41\x62\x61ndon\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x17\n\x0f\x62locks_in_doubt\x18\x02 \x01(\r\"\xf3\x01\n\x0cOwnerMessage\x12\x34\n\x0bhello_reply\x18\x01 \x01(\x0b\x32\x1d.baton.wire.v1.PeerHelloReplyH\x00\x12\'\n\x05ready\x18\x02 \x01(\x0b\x32\x16.baton.wire.v1.KvReadyH\x00\x12)\n\x07renewed\x18\x03 \x01(\x0b\x32\x16.baton.wire.v1.RenewedH\x00\x12#\n\x04lost\x18\x04 \x01(\x0b\x32\x13.baton.wire.v1.LostH\x00\x12,\n\x05group\x18\x05 \x01(\x0b\x32\x1b.baton.wire.v1.GroupMessageH\x00\x42\x06\n\x04kind\"\xc7\x01\n\x0ePeerHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05owner\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x06layout\x18\x03 \x01(\x0b\x32\x17.baton.wire.v1.KvLayout\x12\'\n\x06memory\x18\x04 \x03(\x0b\x32\x17.baton.wire.v1.KvMemory\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"\xd9\x01\n\nFirstToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12.\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1c.baton.wire.v1.TokenLogprobs\x12\x30\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1b.baton.wire.v1.FinishReasonH\x00\x88\x01\x01\x12\x36\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1d.baton.wire.v1.PromptLogprobsB\t\n\x07_finish\"\x8b\x02\n\x07KvReady\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x19\n\x11\x66irst_block_index\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\r\n\x05\x66inal\x18\x08 \x01(\x08\x12/\n\x0c\x66irst_tokens\x18\t \x03(\x0b\x32\x19.baton.wire.v1.FirstToken\x12,\n\x08timeline\x18\n \x01(\x0b\x32\x1a.baton.wire.v1.LegTimeline\"(\n\x07Renewed\x12\x0f\n\x07renewal\x18\x01 \x01(\x04\x12\x0c\n\x04lost\x18\x02 \x03(\x06\"I\n\x04Lost\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12,\n\x06reason\x18\x02 \x01(\x0e\x32\x1c.baton.wire.v1.FailureReason2Q\n\x04Peer\x12I\n\x08\x45xchange\x12\x1c.baton.wire.v1.ReaderMessage\x1a\x1b.baton.wire.v1.OwnerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/wire/v1/peer.proto\x12\rbaton.wire.v1\x1a\x1a\x62\x61ton/wire/v1/common.proto\"\xc4\x02\n\rReaderMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.baton.wire.v1.PeerHelloH\x00\x12\'\n\x06\x66ollow\x18\x02 \x01(\x0b\x32\x15.baton.wire.v1.FollowH\x00\x12%\n\x05renew\x18\x03 \x01(\x0b\x32\x14.baton.wire.v1.RenewH\x00\x12,\n\twill_read\x18\x04 \x01(\x0b\x32\x17.baton.wire.v1.WillReadH\x00\x12)\n\x07release\x18\x05 \x01(\x0b\x32\x16.baton.wire.v1.ReleaseH\x00\x12)\n\x07\x61\x62\x61ndon\x18\x06 \x01(\x0b\x32\x16.baton.wire.v1.AbandonH\x00\x12,\n\x05group\x18\x07 \x01(\x0b\x32\x1b.baton.wire.v1.GroupMessageH\x00\x42\x06\n\x04kind\"\xc9\x01\n\tPeerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12(\n\x06reader\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x05owner\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.baton.wire.v1.KvLayout\x12\x13\n\x0bmax_regions\x18\x05 \x01(\r\x12\x11\n\ttransfers\x18\x06 \x03(\t\"{\n\tHashRange\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12\x31\n\x0emoving_session\x18\x03 \x01(\x0b\x32\x19.baton.wire.v1.SessionKey\x12\x17\n\x0freload_within_s\x18\x04 \x01(\x01\"-\n\nSessionKey\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\"\xc4\x01\n\x06\x46ollow\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12#\n\x03job\x18\x02 \x01(\x0b\x32\x14.baton.wire.v1.JobIdH\x00\x12.\n\nhash_range\x18\x03 \x01(\x0b\x32\x18.baton.wire.v1.HashRangeH\x00\x12\x13\n\x0bhave_blocks\x18\x04 \x01(\r\x12\x19\n\x11resume_from_block\x18\x05 \x01(\r\x12\x15\n\rtrace_context\x18\x06 \x01(\tB\t\n\x07subject\"\x18\n\x05Renew\x12\x0f\n\x07renewal\x18\x01 \x01(\x04\"C\n\x08WillRead\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x0f\n\x07read_id\x18\x02 \x01(\x06\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"9\n\x0cGroupMessage\x12\r\n\x05group\x18\x01 \x01(\x06\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"[\n\x07Release\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\x12\x12\n\nduration_s\x18\x04 \x01(\x01\"7\n\x07\x41\x62\x61ndon\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x17\n\x0f\x62locks_in_doubt\x18\x02 \x01(\r\"\xf3\x01\n\x0cOwnerMessage\x12\x34\n\x0bhello_reply\x18\x01 \x01(\x0b\x32\x1d.baton.wire.v1.PeerHelloReplyH\x00\x12\'\n\x05ready\x18\x02 \x01(\x0b\x32\x16.baton.wire.v1.KvReadyH\x00\x12)\n\x07renewed\x18\x03 \x01(\x0b\x32\x16.baton.wire.v1.RenewedH\x00\x12#\n\x04lost\x18\x04 \x01(\x0b\x32\x13.baton.wire.v1.LostH\x00\x12,\n\x05group\x18\x05 \x01(\x0b\x32\x1b.baton.wire.v1.GroupMessageH\x00\x42\x06\n\x04kind\"\xc7\x01\n\x0ePeerHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05owner\x18\x02 \x01(\x0b\x32\x18.baton.wire.v1.WorkerRef\x12\'\n\x06layout\x18\x03 \x01(\x0b\x32\x17.baton.wire.v1.KvLayout\x12\'\n\x06memory\x18\x04 \x03(\x0b\x32\x17.baton.wire.v1.KvMemory\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"\xd9\x01\n\nFirstToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12.\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1c.baton.wire.v1.TokenLogprobs\x12\x30\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1b.baton.wire.v1.FinishReasonH\x00\x88\x01\x01\x12\x36\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1d.baton.wire.v1.PromptLogprobsB\t\n\x07_finish\"\x8b\x02\n\x07KvReady\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x19\n\x11\x66irst_block_index\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\r\n\x05\x66inal\x18\x08 \x01(\x08\x12/\n\x0c\x66irst_tokens\x18\t \x03(\x0b\x32\x19.baton.wire.v1.FirstToken\x12,\n\x08timeline\x18\n \x01(\x0b\x32\x1a.baton.wire.v1.LegTimeline\"(\n\x07Renewed\x12\x0f\n\x07renewal\x18\x01 \x01(\x04\x12\x0c\n\x04lost\x18\x02 \x03(\x06\"I\n\x04Lost\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12,\n\x06reason\x18\x02 \x01(\x0e\x32\x1c.baton.wire.v1.FailureReason2Q\n\x04Peer\x12I\n\x08\x45xchange\x12\x1c.baton.wire.v1.ReaderMessage\x1a\x1b.baton.wire.v1.OwnerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEERHELLO']._serialized_start=399
   _globals['_PEERHELLO']._serialized_end=600
   _globals['_HASHRANGE']._serialized_start=602
-  _globals['_HASHRANGE']._serialized_end=700
-  _globals['_SESSIONKEY']._serialized_start=702
-  _globals['_SESSIONKEY']._serialized_end=747
-  _globals['_FOLLOW']._serialized_start=750
-  _globals['_FOLLOW']._serialized_end=946
-  _globals['_RENEW']._serialized_start=948
-  _globals['_RENEW']._serialized_end=972
-  _globals['_WILLREAD']._serialized_start=974
-  _globals['_WILLREAD']._serialized_end=1041
-  _globals['_GROUPMESSAGE']._serialized_start=1043
-  _globals['_GROUPMESSAGE']._serialized_end=1100
-  _globals['_RELEASE']._serialized_start=1102
-  _globals['_RELEASE']._serialized_end=1193
-  _globals['_ABANDON']._serialized_start=1195
-  _globals['_ABANDON']._serialized_end=1250
-  _globals['_OWNERMESSAGE']._serialized_start=1253
-  _globals['_OWNERMESSAGE']._serialized_end=1496
-  _globals['_PEERHELLOREPLY']._serialized_start=1499
-  _globals['_PEERHELLOREPLY']._serialized_end=1698
-  _globals['_FIRSTTOKEN']._serialized_start=1701
-  _globals['_FIRSTTOKEN']._serialized_end=1918
-  _globals['_KVREADY']._serialized_start=1921
-  _globals['_KVREADY']._serialized_end=2188
-  _globals['_RENEWED']._serialized_start=2190
-  _globals['_RENEWED']._serialized_end=2230
-  _globals['_LOST']._serialized_start=2232
-  _globals['_LOST']._serialized_end=2305
-  _globals['_PEER']._serialized_start=2307
-  _globals['_PEER']._serialized_end=2388
+  _globals['_HASHRANGE']._serialized_end=725
+  _globals['_SESSIONKEY']._serialized_start=727
+  _globals['_SESSIONKEY']._serialized_end=772
+  _globals['_FOLLOW']._serialized_start=775
+  _globals['_FOLLOW']._serialized_end=971
+  _globals['_RENEW']._serialized_start=973
+  _globals['_RENEW']._serialized_end=997
+  _globals['_WILLREAD']._serialized_start=999
+  _globals['_WILLREAD']._serialized_end=1066
+  _globals['_GROUPMESSAGE']._serialized_start=1068
+  _globals['_GROUPMESSAGE']._serialized_end=1125
+  _globals['_RELEASE']._serialized_start=1127
+  _globals['_RELEASE']._serialized_end=1218
+  _globals['_ABANDON']._serialized_start=1220
+  _globals['_ABANDON']._serialized_end=1275
+  _globals['_OWNERMESSAGE']._serialized_start=1278
+  _globals['_OWNERMESSAGE']._serialized_end=1521
+  _globals['_PEERHELLOREPLY']._serialized_start=1524
+  _globals['_PEERHELLOREPLY']._serialized_end=1723
+  _globals['_FIRSTTOKEN']._serialized_start=1726
+  _globals['_FIRSTTOKEN']._serialized_end=1943
+  _globals['_KVREADY']._serialized_start=1946
+  _globals['_KVREADY']._serialized_end=2213
+  _globals['_RENEWED']._serialized_start=2215
+  _globals['_RENEWED']._serialized_end=2255
+  _globals['_LOST']._serialized_start=2257
+  _globals['_LOST']._serialized_end=2330
+  _globals['_PEER']._serialized_start=2332
+  _globals['_PEER']._serialized_end=2413
 # @@protoc_insertion_point(module_scope)

@@ -42,14 +42,16 @@ class PeerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., reader: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., owner: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., max_regions: _Optional[int] = ..., transfers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HashRange(_message.Message):
-    __slots__ = ("hashes", "cache_salt", "moving_session")
+    __slots__ = ("hashes", "cache_salt", "moving_session", "reload_within_s")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MOVING_SESSION_FIELD_NUMBER: _ClassVar[int]
+    RELOAD_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     cache_salt: bytes
     moving_session: SessionKey
-    def __init__(self, hashes: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., moving_session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+    reload_within_s: float
+    def __init__(self, hashes: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., moving_session: _Optional[_Union[SessionKey, _Mapping]] = ..., reload_within_s: _Optional[float] = ...) -> None: ...
 
 class SessionKey(_message.Message):
     __slots__ = ("tenant", "session")

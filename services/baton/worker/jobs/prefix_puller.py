@@ -35,6 +35,9 @@ MIN_PULL_S = 0.25
 """Lower bound of the time limit, because a link that was not used before must be connected first."""
 MAX_PULL_S = 10.0
 """Upper bound of the time limit."""
+RELOAD_SHARE = 0.5
+"""Share of the time limit that the source may take to reload what it has on its disk only. The rest is for
+reading it."""
 DEFAULT_PULL_S = 2.0
 """Time limit while the step costs of this worker are unknown."""
 
@@ -93,7 +96,12 @@ class PrefixPuller:
             async with asyncio.timeout(limit_s):
                 while (running := self._running_pull(needed)) is not None:
                     await running.ended.wait()
-                asked = HashRange(hashes=wanted, cache_salt=cache_salt, moving_session=moving_session)
+                asked = HashRange(
+                    hashes=wanted,
+                    cache_salt=cache_salt,
+                    moving_session=moving_session,
+                    reload_within_s=RELOAD_SHARE * limit_s if source.num_disk_blocks else 0.0,
+                )
                 await self._pull(source, asked, needed, tenant_root, owner, trace_context)
         except TimeoutError:
             log.info("prefix_pull_timed_out", source=str(source.worker), num_blocks=len(wanted), limit_s=limit_s)

@@ -7,8 +7,9 @@ ends after the time that computing takes, with what it has loaded until then.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.core.cluster.worker_report import ReloadCounts
 from baton.core.kv.block_hash import NO_HASH, BlockHash
@@ -27,6 +28,8 @@ from baton.worker.tiers.slower_tiers import SlowerTiers
 
 log = get_logger(__name__)
 
+MAX_PEER_SHARE = 0.25
+"""Upper bound on the share of blocks into which prefixes for peers are reloaded at a time."""
 MAX_RATIOS = 1024
 END_S = 0.05
 """Time for the last copies of a reload whose time is over."""
@@ -43,7 +46,7 @@ class ReloadPlan:
     blocks_by_tier: blocks of tokens that are reloaded from each tier
     predicted_s: time of the reload, after those that are under way; None if unknown
     gain_s: how much less that is than computing; infinite if unknown
-    wait_s: how long it may take, and how long a job waits for it
+    wait_s: how long it may take, and how long a job or a peer waits for it
     """
 
     chain: tuple[BlockHash, ...]
@@ -93,6 +96,7 @@ class Reloads:
         self._accounting = LoadTimes()
         self._running: dict[BlockHash, asyncio.Task[bool]] = {}  # by the first missing block
         self._num_loading_blocks: Counter[Tier] = Counter()
+        self._num_blocks_for_peers = 0
 
     @property
     def num_loading_blocks(self) -> Mapping[Tier, int]:
@@ -132,26 +136,13 @@ class Reloads:
         Ends after the time that computing takes at the latest, also if another request's reload of the same
         blocks still runs. If the caller is cancelled, its reload goes on: other requests may want the blocks.
         """
-        plan = first = self.plan(hashes, uses_disk=uses_disk)
-        if plan is None or first is None:
+        plan_again = partial(self.plan, hashes, uses_disk=uses_disk)
+        first = plan_again()
+        if first is None:
             return {}
         before = self._pool.lookup_prefix(hashes).num_blocks
-        is_late = False
-        try:
-            async with asyncio.timeout(first.wait_s + END_S):
-                while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
-                    await asyncio.wait((running,))
-                    is_late = _was_late(running)
-                    plan = self.plan(hashes, uses_disk=uses_disk)
-                if plan is not None:
-                    own = self._start(plan, tenant_root, owner)
-                    await asyncio.wait((own,))
-                    is_late = _was_late(own)
-        except TimeoutError:
-            is_late = True
-        if is_late:
+        if await self._until_loaded(first, plan_again, tenant_root, owner):
             self.totals.late += 1
-            log.warning("prefix_reload_late", num_blocks=len(hashes), predicted_s=first.predicted_s)
         gained = max(0, self._pool.lookup_prefix(hashes).num_blocks - before)
         by_tier: dict[Tier, int] = {}
         for tier, count in first.blocks_by_tier.items():
@@ -173,6 +164,57 @@ class Reloads:
         elif plan.needed[plan.missing[0]] not in self._running:
             self._start(plan, tenant_root, owner)
 
+    def start_for_peer(
+        self, hashes: Sequence[BlockHash], tenant_root: BlockHash = NO_HASH, *, within_s: float
+    ) -> Awaitable[object] | None:
+        """Start to reload a prefix that a peer cannot read, because the disk alone has a part of it.
+
+        Returns what ends with the reload, about `within_s` later at the latest. It goes on if the peer does
+        not wait for it. Returns None if the disk has nothing of the prefix or does not answer, if the reload
+        is predicted to take longer, or if no block is free for it.
+        """
+        max_blocks = int(MAX_PEER_SHARE * self._pool.num_blocks) - self._num_blocks_for_peers
+        plan_again = partial(self._plan_for_peer, hashes, within_s, max_blocks)
+        plan = plan_again()
+        if plan is None:
+            return None
+        num_blocks = len(plan.missing)
+
+        def ended(_: asyncio.Task[bool]) -> None:
+            self._num_blocks_for_peers -= num_blocks
+
+        loading = self._until_loaded(plan, plan_again, tenant_root, None)
+        task = self._tasks.start(loading, name="kv-reload-for-peer")
+        self._num_blocks_for_peers += num_blocks
+        task.add_done_callback(ended)
+        return task
+
+    async def _until_loaded(
+        self,
+        first: ReloadPlan,
+        plan_again: Callable[[], ReloadPlan | None],
+        tenant_root: BlockHash,
+        owner: ContentOwner | None,
+    ) -> bool:
+        """Run a plan, after a reload of the same blocks that runs already. Returns True if it was late."""
+        plan: ReloadPlan | None = first
+        is_late = False
+        try:
+            async with asyncio.timeout(first.wait_s + END_S):
+                while plan is not None and (running := self._running.get(plan.needed[plan.missing[0]])) is not None:
+                    await asyncio.wait((running,))
+                    is_late = _was_late(running)
+                    plan = plan_again()
+                if plan is not None:
+                    own = self._start(plan, tenant_root, owner)
+                    await asyncio.wait((own,))
+                    is_late = _was_late(own)
+        except TimeoutError:
+            is_late = True
+        if is_late:
+            log.warning("prefix_reload_late", num_blocks=len(first.chain), predicted_s=first.predicted_s)
+        return is_late
+
     def _use(self, hashes: Sequence[BlockHash], owner: ContentOwner | None) -> None:
         """Put the prefix that is on the device into the order of eviction anew."""
         pool = self._pool
@@ -181,18 +223,50 @@ class Reloads:
         pool.ref(prefix.block_ids)
         pool.unref(prefix.block_ids, owner, positions)
 
-    def _plan_from(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
-        """Return a plan that uses these tiers only, and no more blocks than are free."""
+    def _plan_for_peer(self, hashes: Sequence[BlockHash], within_s: float, max_blocks: int) -> ReloadPlan | None:
+        """Return what to reload for a peer; None if nothing of it is on the disk only, or if it does not pay.
+
+        The peer gives the time that the reload is worth. max_blocks: most blocks to reload
+        """
+        usable = list(self._tiers.fastest())
+        if not usable:
+            return None
+        tiers, num_cached = usable[-1], self._pool.lookup_prefix(hashes).num_blocks
+        plan = self._plan_from(tiers, hashes, num_cached, worth_s=within_s, max_blocks=max_blocks)
+        if plan is None or Tier.DISK not in tiers.positions([plan.needed[index] for index in plan.missing]):
+            return None
+        return plan
+
+    def _plan_from(
+        self,
+        tiers: SlowerTiers,
+        hashes: Sequence[BlockHash],
+        num_cached: int,
+        *,
+        worth_s: float | None = None,
+        max_blocks: int | None = None,
+    ) -> ReloadPlan | None:
+        """Return a plan that uses these tiers only, and no more blocks than are free, nor than `max_blocks`.
+
+        worth_s: see `_plan_of`
+        """
         pool = self._pool
         num_blocks = longest_prefix(hashes, pool.windows, lambda each: pool.find(each) is not None or tiers.holds(each))
-        plan = self._plan_of(tiers, hashes[:num_blocks], num_cached)
-        if plan is None or (num_lacking := len(plan.missing) - self._num_free_blocks(plan)) <= 0:
+        plan = self._plan_of(tiers, hashes[:num_blocks], num_cached, worth_s)
+        if plan is None:
+            return None
+        num_free = self._num_free_blocks(plan)
+        num_lacking = len(plan.missing) - (num_free if max_blocks is None else min(num_free, max_blocks))
+        if num_lacking <= 0:
             return plan
         if num_lacking >= len(plan.missing) or pool.windows.has_windows:  # a shorter prefix needs other blocks
             return None
-        return self._plan_of(tiers, hashes[: plan.missing[-num_lacking]], num_cached)
+        return self._plan_of(tiers, hashes[: plan.missing[-num_lacking]], num_cached, worth_s)
 
-    def _plan_of(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int) -> ReloadPlan | None:
+    def _plan_of(
+        self, tiers: SlowerTiers, hashes: Sequence[BlockHash], num_cached: int, worth_s: float | None
+    ) -> ReloadPlan | None:
+        """Return the plan for a whole prefix. worth_s: what it saves; None: the time to compute it here."""
         pool, size = self._pool, self._pool.block_size_tokens
         num_blocks = len(hashes)
         if num_blocks <= num_cached:
@@ -203,11 +277,10 @@ class Reloads:
         predicted_s = tiers.load_s([needed[index] for index in missing], self._num_loading_blocks)
         if predicted_s is not None:
             predicted_s += self._accounting.predicted_s(len(needed), asyncio.get_running_loop().time()) or 0.0
-        computed_s = None
-        if costs is not None:
+        if worth_s is None and costs is not None:
             chunk_tokens = self._engine.config.max_num_batched_tokens
-            computed_s = compute_s(costs, (num_blocks - num_cached) * size, num_cached * size, chunk_tokens)
-        gain_s = reload_gain_s(compute_s=computed_s, reload_s=predicted_s)
+            worth_s = compute_s(costs, (num_blocks - num_cached) * size, num_cached * size, chunk_tokens)
+        gain_s = reload_gain_s(compute_s=worth_s, reload_s=predicted_s)
         if not missing or gain_s is None:
             return None
         lacking = [each for each in hashes[num_cached:] if pool.find(each) is None]
@@ -220,7 +293,7 @@ class Reloads:
             blocks_by_tier={tier: len(found) for tier, found in tiers.positions(lacking).items()},
             predicted_s=predicted_s,
             gain_s=gain_s,
-            wait_s=reload_wait_s(computed_s),
+            wait_s=reload_wait_s(worth_s),
         )
 
     def _start(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> asyncio.Task[bool]:
