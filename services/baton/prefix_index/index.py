@@ -30,7 +30,8 @@ class PrefixOverlap:
     num_held_blocks: blocks that it holds now, in any tier. It may hold a few more, up to the next one that it
         would announce.
     num_device_blocks: leading blocks that are in device memory.
-    num_disk_blocks: blocks that it holds, from the first that is on its disk only. The others can be pulled.
+    num_disk_blocks: blocks that it holds, from the first that is on its disk only. Others can pull them after
+        a reload.
     """
 
     num_blocks: int

@@ -120,6 +120,8 @@ def test_pulled_prefix_shows_blocks_and_source_worker() -> None:
     assert "without KV transfer, prefix of 3 blocks from w7 (2 of them in host memory)" in shown(
         decision_record(placement=of_host)
     )
+    of_disk = placement(prefix_source=replace(source, num_host_blocks=1, num_disk_blocks=2))
+    assert "from w7 (1 of them in host memory, 2 of them on its disk)" in shown(decision_record(placement=of_disk))
 
 
 def test_candidates_show_their_terms_and_chosen_ones_are_marked() -> None:

@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
-from baton.core.cluster.worker_report import LinkReport, WorkerReport, WorkerState
+from baton.core.cluster.worker_report import LinkReport, TierReport, WorkerReport, WorkerState
 from baton.core.step_cost import StepCostModel
 from baton.scheduler.decisions.decision_records import RecordedOverlap
 from tests.builders import blocks, layout, windowed_layout, worker_ref, worker_report
@@ -53,8 +53,9 @@ def fast_link(
     )
 
 
-def seen(*workers: WorkerReport | WorkerView, **overlaps: int | tuple[int, int]) -> ClusterSnapshot:
-    """A snapshot. `overlaps`: blocks of the prompt that each worker holds, or (holds or soon will, holds)."""
+def seen(*workers: WorkerReport | WorkerView, **overlaps: int | tuple[int, ...]) -> ClusterSnapshot:
+    """A snapshot. `overlaps`: blocks of the prompt that each worker holds, or the fields of its
+    `RecordedOverlap`."""
     views = [w if isinstance(w, WorkerView) else WorkerView(report=w) for w in workers]
     known = {name: RecordedOverlap(*(n if isinstance(n, tuple) else (n, n))) for name, n in overlaps.items()}
     return ClusterSnapshot(workers=tuple(sorted(views, key=lambda w: w.worker_id)), overlaps=known)
@@ -92,6 +93,11 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
         recent_prefill_share=random.choice([0.0, 0.0, 0.4, 1.0]),
         evicted_reuse=random.choice([0.0, 0.0, 0.2, 1.0]),
         tokens_per_step=random.choice([0.0, 0.0, 1.0, 1.8, 99.0]),
+        tiers=tuple(
+            TierReport(tier=tier, total=999, load_bytes_per_s=random.choice([0.0, 1e6, 1e10]), load_overhead_s=0.001)
+            for tier in ("host", "disk")
+            if random.random() < 0.7
+        ),
     )
     return WorkerView(
         report=report,
@@ -106,5 +112,13 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
 
 def random_cluster(random: Random, most: int = 9) -> ClusterSnapshot:
     names = [f"w{i}" for i in range(random.randrange(most))]
-    overlaps = {name: (n := random.randrange(60), random.randrange(n + 1)) for name in names if random.random() < 0.5}
+    overlaps = {name: _random_overlap(random) for name in names if random.random() < 0.5}
     return seen(*(random_view(random, name, names) for name in names), **overlaps)
+
+
+def _random_overlap(random: Random) -> tuple[int, ...]:
+    """Return blocks that a worker holds or soon will, holds, must reload, and must reload from its disk."""
+    counts = [random.randrange(60)]
+    for _ in range(3):
+        counts.append(random.randrange(counts[-1] + 1))
+    return tuple(counts)

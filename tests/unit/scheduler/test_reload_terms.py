@@ -1,12 +1,15 @@
 """Prefixes in host memory: what their reload costs, and when another worker is better."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.worker_report import TierReport
 from baton.scheduler.decisions.decision_records import RecordedOverlap
 from baton.scheduler.policies.policy_types import Choice
-from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, measured, queued, seen
+from baton.scheduler.state.worker_links import DEFAULT_PULL_S
+from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, fast_link, measured, queued, seen
 from tests.unit.scheduler.policy_cases import LONG, busy, chosen, predicted
 
 NUM_BLOCKS = 64
@@ -128,9 +131,65 @@ def test_a_peer_is_pulled_from_if_it_is_faster_than_the_own_disk(disk_bytes_per_
     assert reload_s(got) >= 8 * BLOCK_BYTES / 1e9 - predicted(got).queue_s, "what is in host memory is reloaded anyway"
 
 
-def test_blocks_on_the_disk_of_another_worker_are_not_pulled() -> None:
-    q = measured("q", "prefill", tiers=tier(1e9, 1e9), **queued(65536))
-    cluster = seen(measured("a", "prefill"), q, busy(), q=NUM_BLOCKS)
-    source = chosen(with_reloads(cluster, q=(48, 32))).prefix_source
+def pulled_from_q(disk_bytes_per_s: float, *, reader: str = "prefill", **of_disk: float) -> Choice:
+    """The choice if an idle worker has nothing, and a busy one has the prefix: 16 blocks on the device, 16 in
+    host memory, and 32 on its disk."""
+    tiers = [replace(each, **of_disk) if each.tier == "disk" else each for each in tier(1e9, disk_bytes_per_s)]
+    q = measured("q", "prefill", tiers=tuple(tiers), **queued(65536))
+    a = measured("a", reader, links=(fast_link("q"),))
+    return chosen(with_reloads(seen(a, q, *([busy()] if reader == "prefill" else []), q=NUM_BLOCKS), q=(48, 32)))
+
+
+@pytest.mark.parametrize("reader", ["prefill", "decode", "hybrid"])
+def test_blocks_on_the_disk_of_another_worker_are_pulled_after_a_reload(reader: str) -> None:
+    got = pulled_from_q(1e8, reader=reader, load_overhead_s=0.003)
+    source = got.prefix_source
     assert source is not None
-    assert (source.num_blocks, source.num_host_blocks) == (NUM_BLOCKS - 32, 16)
+    assert (source.num_blocks, source.num_host_blocks, source.num_disk_blocks) == (NUM_BLOCKS, 16, 32)
+    reload_s = 32 * BLOCK_BYTES / 1e8 + 0.003
+    assert predicted(got).prefix_pull_s == pytest.approx(reload_s + NUM_BLOCKS * BLOCK_BYTES / 1e9 + DEFAULT_PULL_S)
+    terms = next(c.terms for c in got.candidates if c.worker.worker_id == "a" and c.side == "prefill")
+    assert (terms["pulled_blocks"], terms["source_reload_s"]) == (NUM_BLOCKS, pytest.approx(reload_s))
+    assert predicted(got).prefill_s == pytest.approx(
+        COSTS.prefill_s(LONG - NUM_BLOCKS * 16, NUM_BLOCKS * 16, 512), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"loading_bytes": 10**9}], ids=["idle", "busy"])
+@pytest.mark.parametrize("disk_bytes_per_s", [0.0, 1e5], ids=["unknown", "slow"])
+def test_blocks_on_a_slow_disk_of_another_worker_are_not_pulled(
+    disk_bytes_per_s: float, changes: dict[str, float]
+) -> None:
+    source = pulled_from_q(disk_bytes_per_s, **changes).prefix_source
+    assert source is not None
+    assert (source.num_blocks, source.num_host_blocks, source.num_disk_blocks) == (NUM_BLOCKS - 32, 16, 0)
+
+
+def test_a_reload_at_another_worker_waits_for_those_under_way() -> None:
+    idle, loading = pulled_from_q(1e8), pulled_from_q(1e8, loading_bytes=10 * BLOCK_BYTES)
+    waited_s = predicted(loading).prefix_pull_s - predicted(idle).prefix_pull_s
+    assert waited_s == pytest.approx(10 * BLOCK_BYTES / 1e8)
+
+
+@pytest.mark.parametrize(("disk_bytes_per_s", "source"), [(1e9, "h"), (1e5, "q")])
+def test_the_longer_prefix_on_a_disk_competes_with_the_shorter_one_in_memory(
+    disk_bytes_per_s: float, source: str
+) -> None:
+    q = measured("q", "prefill", **queued(65536))
+    h = measured("h", "prefill", tiers=tier(1e9, disk_bytes_per_s), **queued(65536))
+    a = measured("a", "prefill", links=(fast_link("h"), fast_link("q")))
+    cluster = seen(a, q, h, busy(), q=NUM_BLOCKS, h=2 * NUM_BLOCKS)
+    got = chosen(with_reloads(cluster, h=(2 * NUM_BLOCKS, 2 * NUM_BLOCKS))).prefix_source
+    assert got is not None
+    assert got.worker.worker_id == source
+
+
+def test_workers_with_the_longest_prefix_are_considered_and_those_in_memory_first() -> None:
+    holders = {f"h{i}": NUM_BLOCKS for i in range(7)}
+    views = [measured(name, "prefill", tiers=tier(1e9, 1e9), **queued(65536)) for name in holders]
+    a = measured("a", "prefill", links=(fast_link("h6"),))
+    on_disk = {f"h{i}": (NUM_BLOCKS, NUM_BLOCKS) for i in range(6)}
+    got = chosen(with_reloads(seen(a, *views, busy(), **holders), **on_disk))
+    assert got.holders == ("d", "h0", "h1", "h2", "h6")
+    assert got.prefix_source is not None
+    assert got.prefix_source.worker.worker_id == "h6"

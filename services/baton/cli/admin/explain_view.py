@@ -100,8 +100,9 @@ def _pulled(placement: Placement) -> str:
     source = placement.prefix_source
     if source is None:
         return ""
-    in_host = f" ({source.num_host_blocks} of them in host memory)" if source.num_host_blocks else ""
-    return f", prefix of {source.num_blocks} blocks from {source.worker.worker_id}{in_host}"
+    counts = {"in host memory": source.num_host_blocks, "on its disk": source.num_disk_blocks}
+    tiers = ", ".join(f"{count} of them {where}" for where, count in counts.items() if count)
+    return f", prefix of {source.num_blocks} blocks from {source.worker.worker_id}{f' ({tiers})' if tiers else ''}"
 
 
 def _rejection(rejection: Rejection) -> str:

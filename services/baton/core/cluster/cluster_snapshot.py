@@ -88,7 +88,7 @@ class Overlap(Protocol):
 
     @property
     def num_held_blocks(self) -> int:
-        """Leading blocks that it holds now. Only these can be pulled, apart from those on its disk."""
+        """Leading blocks that it holds now. Only these can be pulled."""
         ...
 
     @property
@@ -98,7 +98,7 @@ class Overlap(Protocol):
 
     @property
     def num_disk_blocks(self) -> int:
-        """Leading blocks that the worker must reload from its disk. Others cannot pull them."""
+        """Leading blocks that the worker must reload from its disk, also before others can pull them."""
         ...
 
 

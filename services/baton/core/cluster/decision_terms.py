@@ -42,6 +42,11 @@ TERMS = {
         is_detail=True,
     ),
     "pull_fixed_s": Term("pull fixed", "part of the prefix pull that does not depend on its bytes", is_detail=True),
+    "source_reload_s": Term(
+        "source reload",
+        "part of the prefix pull: the other worker reloads what it has on its disk only",
+        is_detail=True,
+    ),
     "dial_s": Term("dial", "part of the prefix pull: connecting two workers for the first time", is_detail=True),
     "prefill_s": Term("prefill", "time to compute the part of the prompt that is not cached"),
     "transfer_s": Term(

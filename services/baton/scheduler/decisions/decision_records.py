@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, Overlap, WorkerView
 from baton.core.cluster.decision_record import Candidate, DecisionRecord, MissingPrefix, SessionTurn
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.ids import DecisionId
@@ -58,7 +58,7 @@ class UnrecordedDecision:
         record = replace(record, missing=self.missing, session=self.session)
         if self.cluster is None:
             return record
-        return replace(record, inputs=_inputs(self.cluster, self.rules, self.choice, record.candidates))
+        return replace(record, inputs=_inputs(self, self.cluster, record.candidates))
 
     def without_inputs(self) -> "UnrecordedDecision":
         """Return a copy that holds only the answer, which frees the snapshot."""
@@ -115,14 +115,13 @@ def repeat_decision(record: DecisionRecord, policies: Mapping[str, Policy] = POL
     return decide(record.decision_id, record.scheduler_id, record.policy, policy, record.query, cluster, rules).answer
 
 
-def _inputs(
-    cluster: ClusterSnapshot, rules: DecisionRules, choice: Choice | None, candidates: Sequence[Candidate]
-) -> str:
+def _inputs(decision: UnrecordedDecision, cluster: ClusterSnapshot, candidates: Sequence[Candidate]) -> str:
     """Return the JSON text of the rules and the workers that determined the decision.
 
     These are the workers of the choice's basis and the recorded candidates, or all workers without a basis.
     The others can be left out: the best of all workers is also the best of any subset that contains it.
     """
+    choice = decision.choice
     if choice is None or choice.basis is None:
         recorded = pullable = {w.worker_id for w in cluster.workers}
     else:
@@ -141,18 +140,32 @@ def _inputs(
             layouts.append(layout)
         plain["report"]["layout"] = layouts.index(layout)
         workers.append(plain)
+    max_cached_tokens = max(0, decision.query.num_prompt_tokens - 1)
     overlaps = {
-        worker_id: [
-            overlap.num_blocks,
-            overlap.num_held_blocks if worker_id in pullable else 0,
-            overlap.num_reloaded_blocks,
-            overlap.num_disk_blocks,
-        ]
-        for worker_id, overlap in cluster.overlaps.items()
-        if worker_id in recorded
+        view.worker_id: _numbers_of(
+            overlap,
+            is_source=view.worker_id in pullable,
+            max_blocks=max_cached_tokens // view.report.layout.block_size_tokens,
+        )
+        for view in cluster.workers
+        if view.worker_id in recorded and (overlap := cluster.overlaps.get(view.worker_id)) is not None
     }
-    inputs = {"rules": to_plain(rules), "layouts": layouts, "workers": workers, "overlaps": overlaps}
+    inputs = {"rules": to_plain(decision.rules), "layouts": layouts, "workers": workers, "overlaps": overlaps}
     return json.dumps(inputs, separators=(",", ":"))
+
+
+def _numbers_of(overlap: Overlap, *, is_source: bool, max_blocks: int) -> tuple[int, ...]:
+    """Return the fields of the `RecordedOverlap` of a worker.
+
+    is_source: it may be pulled from; otherwise it holds nothing for others
+    max_blocks: blocks of the prompt that may come from a cache. What it holds beyond is not reloaded.
+    """
+    num_held = overlap.num_held_blocks
+    if is_source:
+        return overlap.num_blocks, num_held, overlap.num_reloaded_blocks, overlap.num_disk_blocks
+    num_beyond = max(0, num_held - max_blocks)
+    reloaded, on_disk = overlap.num_reloaded_blocks - num_beyond, overlap.num_disk_blocks - num_beyond
+    return overlap.num_blocks, 0, max(0, reloaded), max(0, on_disk)
 
 
 def _from_inputs(inputs: Mapping[str, Any]) -> tuple[ClusterSnapshot, DecisionRules]:

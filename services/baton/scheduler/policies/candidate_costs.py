@@ -225,10 +225,12 @@ def _choice(
     source = terms.source.item(best)
     prefix_source = None
     if source != NO_SOURCE:
+        option = terms.options[source]
         prefix_source = PrefixSource(
-            worker=w.views[source].worker,
-            num_blocks=int(prompt.pullable_blocks[source]),
-            num_host_blocks=int(prompt.host_blocks[source]),
+            worker=w.views[option.holder].worker,
+            num_blocks=int(option.num_blocks),
+            num_host_blocks=int(prompt.host_blocks[option.holder]),
+            num_disk_blocks=int(option.num_disk_blocks),
         )
     own_blocks = own_blocks_of(inputs, best, is_local=best == decode, uses_disk=source == NO_SOURCE)
     decode_blocks = 0 if decode is None else int(prompt.overlap_blocks[decode])

@@ -1,6 +1,6 @@
 """Holds the predicted terms of all candidates, and turns them into the candidates of a decision record."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,21 @@ from baton.scheduler.state.worker_table import WorkerTable
 SHOWN_PER_SIDE = 4
 """Candidates of each side whose terms are recorded."""
 NO_SOURCE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOption:
+    """A prefix that other workers can pull.
+
+    holder: position of the worker that has it
+    num_disk_blocks: those of its blocks that the holder must reload from its disk before
+    reload_s: time of that reload, with what it has in host memory; 0 if all is in memory
+    """
+
+    holder: int
+    num_blocks: float
+    num_disk_blocks: float = 0.0
+    reload_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +69,9 @@ class PrefillTerms:
     displaced_s: charge for what the worker evicts for the prompt; 0 at the chosen decode worker, which evicts
         as much anyway.
     cost_s: what is minimised; infinite for workers that are no candidates.
-    source: position of the worker whose prefix is pulled, or NO_SOURCE.
+    source: which of the options is pulled, or NO_SOURCE.
     holders: positions of the workers that were considered as sources.
+    options: the prefixes of these workers.
     target_s: TTFT target of the request, less what it has waited before.
     local_margin_s: charge of the decode worker if it is a candidate to prefill (`LocalPrefill`).
     """
@@ -74,6 +90,7 @@ class PrefillTerms:
     reload_s: Floats
     pull_fixed_s: Floats
     dial_s: Floats
+    options: list[PrefixOption] = field(default_factory=list)
     local_margin_s: float = 0.0
 
     def ttft_s(self) -> Floats:
@@ -154,7 +171,10 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
         values["disk_blocks"] = prompt.disk_blocks[i]
     if terms.source[i] != NO_SOURCE:
         values["pull_fixed_s"], values["dial_s"] = terms.pull_fixed_s[i], terms.dial_s[i]
-        values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.memory_blocks[i]
+        option = terms.options[int(terms.source[i])]
+        values["pulled_blocks"] = option.num_blocks - prompt.memory_blocks[i]
+        if option.reload_s > 0:
+            values["source_reload_s"] = option.reload_s
     return _candidate(w, i, "prefill", values)
 
 

@@ -92,7 +92,7 @@ def local_blocks(inputs: PlacementInputs, decode: int) -> float:
     prompt = inputs.prompt
     if inputs.workers.reported.can_prefill[decode]:
         return prompt.overlap_blocks.item(decode)
-    return prompt.pullable_blocks.get(decode, 0) + prompt.disk_blocks.item(decode)
+    return prompt.held_blocks.get(decode, 0)
 
 
 def own_blocks_of(inputs: PlacementInputs, computing: int, *, is_local: bool, uses_disk: bool) -> int:

@@ -44,7 +44,8 @@ class Prompt:
     overlap_tokens: Floats  # tokens in these blocks
     reloaded_blocks: Floats  # those of them that the worker has in a slower tier only
     disk_blocks: Floats  # those of them that it has on its disk only
-    pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
+    pullable_blocks: dict[int, float]  # leading blocks in memory, which others can pull, by position of the holder
+    held_blocks: dict[int, float]  # leading blocks in any tier, in the same way
     waited_s: float = 0.0  # since the arrival at the gateway; 0 for a request that continues an earlier attempt
 
     @property
@@ -63,6 +64,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
     block_size_tokens = w.reported.block_size_tokens
     overlap_blocks, reloaded_blocks, disk_blocks = np.zeros((3, len(w.views)))
     pullable_blocks: dict[int, float] = {}
+    held_blocks: dict[int, float] = {}
     max_cached_tokens = max(0, query.num_prompt_tokens - 1)
     for worker_id, overlap in overlaps.items():
         i = w.index.get(worker_id)
@@ -74,6 +76,8 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
             disk_blocks[i] = max(0, overlap.num_disk_blocks - num_beyond)
             if (num_pullable := min(held - overlap.num_disk_blocks, max_blocks)) > 0:
                 pullable_blocks[i] = num_pullable
+            if (num_held := min(held, max_blocks)) > 0:
+                held_blocks[i] = num_held
     return Prompt(
         num_tokens=query.num_prompt_tokens,
         num_samples=max(1, query.sample_count),
@@ -85,6 +89,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         reloaded_blocks=reloaded_blocks,
         disk_blocks=disk_blocks,
         pullable_blocks=pullable_blocks,
+        held_blocks=held_blocks,
         waited_s=0.0 if query.num_output_tokens else query.waited_s,
     )
 
@@ -186,14 +191,18 @@ def share_computed_again(w: WorkerData[float], reload: ReloadTerms[float], queue
 
 def _reload_options_s(w: WorkerData[N], reload: ReloadTerms[N], queue_s: N) -> tuple[N, N, N]:
     """Predict the wait if all is reloaded, if what is on the disk is computed, and if all is computed."""
-    reported = w.reported
-    host_s = reported.host_reload_start_s + reload.host_bytes * reported.host_reload_s_per_byte
-    host_s = where(reload.host_bytes <= 0, 0.0, host_s)
-    disk_s = reported.disk_reload_start_s + reload.disk_bytes * reported.disk_reload_s_per_byte
-    disk_s = where(reload.disk_bytes <= 0, 0.0, disk_s)
+    host_s, disk_s = tier_reload_s(w, reload.host_bytes, reload.disk_bytes)
     all_s = maximum(maximum(host_s, disk_s) - queue_s, 0.0)
     without_disk_s = maximum(host_s - queue_s, 0.0) + maximum(reload.disk_saved_s, 0.0)
     return all_s, without_disk_s, maximum(reload.saved_s, 0.0)
+
+
+def tier_reload_s(w: WorkerData[N], host_bytes: N, disk_bytes: N) -> tuple[N, N]:
+    """Predict the time to reload bytes from host memory and from the disk, which go on at the same time."""
+    reported = w.reported
+    host_s = reported.host_reload_start_s + host_bytes * reported.host_reload_s_per_byte
+    disk_s = reported.disk_reload_start_s + disk_bytes * reported.disk_reload_s_per_byte
+    return where(host_bytes <= 0, 0.0, host_s), where(disk_bytes <= 0, 0.0, disk_s)
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:
