@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,12 @@ from baton.sim import virtual_time
 from baton.sim.chaos import run as run_module
 from baton.sim.chaos.cache_audit import audit_caches, expected_blocks
 from baton.sim.chaos.profile import ChaosProfile, draw_settings
+from baton.sim.chaos.random_pulls import RANDOM_PULLS
 from baton.sim.chaos.report import ChaosReport
 from baton.sim.chaos.run import StormFailed, run_seed
 from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
 from baton.sim.sim_cluster import SimCluster
+from baton.worker.tiers.reloads import Reloads
 from tests.sim.storm_cluster import MODEL, config
 from tests.sim.storm_seeds import drawn_seeds, fixed_seeds, tree_hash
 
@@ -113,6 +116,23 @@ def test_drawn_seeds_follow_from_the_tree_and_are_no_fixed_ones() -> None:
     assert tree_hash()
     assert drawn_seeds() == drawn_seeds()
     assert not set(drawn_seeds()) & set(fixed_seeds())
+
+
+@pytest.mark.slow
+def test_a_storm_pulls_prefixes_from_the_disks_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    reloads: list[object] = []
+
+    def start_for_peer(self: Reloads, *hashes: Any, **limit: Any) -> object:
+        reloads.append(started(self, *hashes, **limit))
+        return reloads[-1]
+
+    started = Reloads.start_for_peer
+    monkeypatch.setattr(Reloads, "start_for_peer", start_for_peer)
+    report = run_seed(90)
+    check(report)
+    assert RANDOM_PULLS in report.settings
+    assert any(fault.startswith("disk-") for fault in report.faults)
+    assert sum(each is not None for each in reloads) > 2
 
 
 def test_fixed_seeds_draw_windows_and_draft_models() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import NO_SLO, Slo
 from baton.runtime.config.settings import ClusterConfig
+from baton.sim.chaos.random_pulls import RANDOM_PULLS
 from baton.sim.sim_cluster import ClockModel, SimModel, sim_layout
 from baton.sim.sim_executor import SimStepCost
 from baton.sim.sim_network import Delays
@@ -65,6 +66,10 @@ class ChaosProfile:
     num_prefixes: int = 6
     max_prompt_tokens: int = 120
     max_tokens: int = 24
+
+
+_BASELINES = ("least_loaded", "round_robin", "random")
+"""Policies that never pull prefixes, half of which are replaced by `random_pulls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +156,8 @@ def draw_settings(rng: Random) -> StormSettings:
     model = replace(model, two_sided=rng.random() < 0.25)
     if model.two_sided:
         model = replace(model, link=replace(model.link, failed=rng.choice((0.0, 0.003))))
+    if values["policy"] in _BASELINES and rng.random() < 0.5:
+        values["policy"] = RANDOM_PULLS
     return StormSettings(
         config=ClusterConfig(**values), model=model, slo=slo if values["admission"] != "off" else NO_SLO
     )
