@@ -3,16 +3,22 @@
 With the demo model; every token is compared with an answer of the model alone.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from baton.core.client_api import ClusterStatus
+from baton.core.cluster.placement import Placement
 from baton.core.request import Sampling
+from baton.rpc.admin_rpc import AdminClient
+from baton.rpc.channel import channel_options, open_channel
 from tests.cluster import DEMO_BLOCK_BYTES, ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Client, Request, Response
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -20,14 +26,16 @@ MIB = 2**20
 NUM_PROMPTS, PROMPT_TOKENS = 3, 800
 PROMPT_BLOCKS = PROMPT_TOKENS // 16 - 1
 """Blocks of a prompt that are reused. The last one is computed again, because it has the last token."""
+DEVICE_BLOCKS = 240
 DISK_SHARE = 0.95
 """Least share of the full blocks that is cached after the restart. It can only come from the disk."""
 
 
-def new_request(number: int) -> Request:
+def new_request(number: int, max_tokens: int = 16) -> Request:
     rng = Random(number)
     prompt = tuple(rng.randrange(4, 4096) for _ in range(PROMPT_TOKENS))
-    return Request(prompt=prompt, sampling=Sampling(max_tokens=16, temperature=0.0, seed=number, ignore_eos=True))
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, seed=number, ignore_eos=True)
+    return Request(prompt=prompt, sampling=sampling)
 
 
 def held_on_disk(status: ClusterStatus) -> int:
@@ -38,6 +46,22 @@ def cached_share(responses: list[Response]) -> float:
     """Return the share of the prompts that was in any tier."""
     cached = sum(sum(each.timeline.cached_tokens_by_tier.values()) for each in responses)
     return cached / (PROMPT_TOKENS * len(responses))
+
+
+def has_warm_start(status: ClusterStatus) -> bool:
+    """Return True once the decode worker has loaded three quarters of its device from its disk."""
+    return any(
+        worker.role.can_decode and worker.blocks.cached >= 0.7 * worker.blocks.total for worker in status.workers
+    )
+
+
+async def decision_of(cluster: ProcessCluster, response: Response) -> Placement:
+    assert response.timeline is not None
+    async with open_channel(cluster.grpc_address, channel_options(10.0)) as channel:
+        admin = AdminClient(channel, cluster.grpc_address, call_s=60.0)
+        placed = (await admin.explain(response.timeline.request_id))[-1].placement
+    assert placed is not None
+    return placed
 
 
 async def sent_twice(client: Client, number: int) -> list[Response]:
@@ -87,3 +111,35 @@ async def test_a_restarted_cluster_hits_as_much_as_before(tmp_path: Path, checke
     checker.check([answer for response in (*before, *after) for answer in response.answers()])
     assert cached_share(after[::2]) >= cached_share(before[1::2]) - 0.02
     assert cached_share(before[::2]) == 0.0
+
+
+async def test_a_prompt_on_the_disk_of_a_decode_worker_is_not_computed_again(
+    tmp_path: Path, checker: ExactnessChecker
+) -> None:
+    """All processes are new, and the prefill worker has no disk. At start the decode worker does not load the
+    first prompts from its disk. They ask for one token, so it does not take them itself."""
+    settings = {"transfer": "local", "policy": "kv_centric", "admin_port": 0, "kv_announce_every": 1} | LONG_TIMES
+    settings |= {"disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "max_model_len": 1024}
+    settings |= {"kv_memory": DEVICE_BLOCKS * DEMO_BLOCK_BYTES}
+    num_prompts = 2 * NUM_PROMPTS
+
+    @asynccontextmanager
+    async def cluster_with_one_disk() -> AsyncIterator[tuple[ProcessCluster, Client]]:
+        async with process_cluster(prefill=0, decode=1, wait=False, **settings) as cluster:
+            await cluster.start_worker("p0", disk_kv=None, disk_kv_size=None)
+            await cluster.wait_ready()
+            async with Client(cluster) as client:
+                yield cluster, client
+
+    async with cluster_with_one_disk() as (cluster, client):
+        before = [response for number in range(num_prompts) for response in await sent_twice(client, number)]
+        await until_on_disk(cluster, num_prompts)
+    async with cluster_with_one_disk() as (cluster, client):
+        await until_on_disk(cluster, num_prompts)
+        await cluster.until(has_warm_start, 60.0, "a warm start")
+        after = [await client.send(new_request(number, max_tokens=1)) for number in range(NUM_PROMPTS)]
+        sources = [(await decision_of(cluster, response)).prefix_source for response in after]
+        await cluster.check_clean()
+    checker.check([answer for response in (*before, *after) for answer in response.answers()])
+    assert cached_share(after) >= DISK_SHARE * (PROMPT_TOKENS - 16) / PROMPT_TOKENS
+    assert [source.num_disk_blocks if source is not None else 0 for source in sources[:2]] == [PROMPT_BLOCKS] * 2
