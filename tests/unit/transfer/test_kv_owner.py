@@ -476,9 +476,7 @@ def test_prefix_on_disk_is_announced_after_its_reload() -> None:
     assert (ready.first_block_index, ready.block_ids, ready.hashes) == (1, (31, 32, 33), HASHES[1:])
     assert (ready.final, ready.num_computed_tokens) == (True, 16)
     assert r.pins.held == [20, 31, 32, 33]
-    r.owner.prefix_reloaded(r.reloads[0], 0.3)
-    assert r.take() == []
-    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome=RECEIVED), 0.4)
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome=RECEIVED), 0.3)
     assert r.pins.held == []
 
 

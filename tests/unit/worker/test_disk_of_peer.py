@@ -93,10 +93,17 @@ async def test_nothing_is_reloaded_for_a_job_that_does_not_name_the_disk() -> No
 @virtual
 async def test_several_readers_wait_for_one_reload() -> None:
     async with peer_disk() as p:
-        local = asyncio.ensure_future(p.holder.answer(0))
-        assert await p.pulled() == ALL_CACHED
-        assert sum((await local).values()) == ALL_CACHED
-        assert disk_of(p.holder.node).totals.loaded_blocks == NUM_BLOCKS
+        await p.pulled(prompt=1)  # the link is connected
+        p.disk.latency_s = 0.02
+        began = disk_of(p.holder.node).totals.loaded_blocks
+        job, local = p.send(), p.holder.send(0)
+        await asyncio.sleep(0.01)
+        assert p.holder.reloads._num_blocks_for_peers == NUM_BLOCKS
+        for host, sent in ((p.reader, job), (p.holder, local)):
+            deltas = await host.gateway.ended(sent.job)
+            assert deltas[0].usage is not None
+            assert sum(deltas[0].usage.num_cached_tokens.values()) == ALL_CACHED
+        assert disk_of(p.holder.node).totals.loaded_blocks == began + NUM_BLOCKS
 
 
 @virtual

@@ -218,7 +218,7 @@ class KvOwner:
         Does nothing if the transfer has ended.
         """
         transfer = self._transfers.get(key)
-        if transfer is None or transfer.prefix is None or transfer.is_final:
+        if transfer is None or transfer.prefix is None:
             return
         self._pin_prefix(transfer, is_final=True)
         self._announce_new(transfer)
