@@ -193,3 +193,13 @@ def test_workers_with_the_longest_prefix_are_considered_and_those_in_memory_firs
     assert got.holders == ("d", "h0", "h1", "h2", "h6")
     assert got.prefix_source is not None
     assert got.prefix_source.worker.worker_id == "h6"
+
+
+def test_workers_with_slow_disks_displace_no_holder() -> None:
+    slow = [measured(f"h{i}", "prefill", tiers=tier(1e9, 1e5), **queued(65536)) for i in range(5)]
+    q = measured("q", "prefill", **queued(65536))
+    holders = {f"h{i}": 2 * NUM_BLOCKS for i in range(5)}
+    cluster = seen(measured("a", "prefill"), q, *slow, busy(), q=NUM_BLOCKS, **holders)
+    got = chosen(with_reloads(cluster, **dict.fromkeys(holders, (2 * NUM_BLOCKS, 2 * NUM_BLOCKS))))
+    assert got.prefix_source is not None
+    assert got.prefix_source.worker.worker_id == "q"

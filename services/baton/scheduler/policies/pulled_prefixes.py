@@ -50,10 +50,20 @@ def _prefix_holders(inputs: PlacementInputs, decode: int | None) -> list[int]:
 
 
 def _most_blocks(inputs: PlacementInputs, holder: int) -> float:
-    """Return the leading blocks that others can pull from a worker."""
-    if inputs.workers.reported.disk_reload_s_per_byte[holder] > 0:
-        return inputs.prompt.held_blocks[holder]
-    return inputs.prompt.pullable_blocks.get(holder, 0)  # how long its disk takes is not known
+    """Return the leading blocks that others can pull from a worker.
+
+    Those on its disk count only if their reload is faster than computing them there. An unknown speed is not.
+    """
+    prompt, reported = inputs.prompt, inputs.workers.reported
+    num_in_memory, num_held = prompt.pullable_blocks.get(holder, 0), prompt.held_blocks[holder]
+    s_per_byte = reported.disk_reload_s_per_byte.item(holder)
+    if num_held == num_in_memory or not s_per_byte:
+        return num_in_memory
+    size, num_disk = reported.block_size_tokens.item(holder), num_held - num_in_memory
+    mean_attended = (num_in_memory + num_held) * size / 2
+    token_s = reported.prefill_token_s.item(holder) + reported.prefill_attended_s.item(holder) * mean_attended
+    disk_s = reported.disk_reload_start_s.item(holder) + num_disk * prompt.block_bytes.item(holder) * s_per_byte
+    return num_held if disk_s < num_disk * size * token_s else num_in_memory
 
 
 def _options_of(inputs: PlacementInputs, holder: int) -> list[PrefixOption]:
