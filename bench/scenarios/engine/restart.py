@@ -130,7 +130,7 @@ def main() -> None:
         while len(found) < arguments.repeats:
             found.append(one_start(BATON[arguments.system], setting, 1 + len(found)))
             saved[name] = found
-        medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+        medians = {name: statistics.median(each[name] for each in found if name in each) for name in found[-1]}
         ratios = sorted(each["first_s"] / each["tenth_s"] for each in found)
         rows.append(
             [
@@ -139,7 +139,7 @@ def main() -> None:
                 f"{medians['beyond_ray_s']:.1f} s",
                 *(f"{medians[name] * 1e3:.1f} ms" for name in ("first_s", "tenth_s", "median_s")),
                 f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
-                f"{medians['memory_bytes'] / 2**30:.1f} GiB",
+                f"{medians['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in medians else "",
             ]
         )
     print(saved["machine"])

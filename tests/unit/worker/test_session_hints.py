@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.kv.block_hash import NO_HASH, token_ids
 from baton.core.kv.kv_events import Tier
-from baton.core.request import Sampling, SessionHints
+from baton.core.request import Sampling, SessionHints, SessionKey
 from baton.worker.tiers import copy_out
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.builders import windowed_layout
@@ -130,6 +130,16 @@ async def test_prefill_worker_expects_the_announced_turn_too() -> None:
         await asyncio.sleep(27.8)
         assert one.worker.kv.prefetches.totals.started == 1
         await simulated.until_clean()
+
+
+@virtual
+async def test_announced_turn_of_a_session_that_moves_is_not_early() -> None:
+    async with cluster() as simulated:
+        one = await client(simulated, host_kv_memory=4 * MIB, kv_retain_memory=4 * MIB)
+        await one.send(0, session="s", next_in_s=30.0)
+        assert len(one.worker.kv.prefetches) == 1
+        one.worker.kv.retention.owners.moved(SessionKey("default", "s"), NUM_BLOCKS)
+        assert (len(one.worker.kv.prefetches), one.worker.kv.prefetches.totals.early) == (0, 0)
 
 
 @virtual

@@ -191,14 +191,22 @@ class SuffixDrafter:
             self._tenants[tenant] = own
 
     def _free_memory(self, num_bytes: int, own: SuffixTenant) -> bool:
-        """Take tables of tenants with far fewer recent tokens than `own`. Returns False if that is not
-        enough."""
-        is_new = own.table is None
-        while self.num_bytes + num_bytes > MAX_BYTES or (is_new and len(self._tenants) >= MAX_TABLES):
-            least = min(self._tenants, key=lambda each: self._tenants[each].num_recent)
-            if LEAST_RATIO * self._tenants[least].num_recent >= own.num_recent:
+        """Take tables of tenants with far fewer recent tokens than `own`. If these are not enough, take none
+        and return False."""
+        excess_bytes = self.num_bytes + num_bytes - MAX_BYTES
+        num_excess = len(self._tenants) + 1 - MAX_TABLES if own.table is None else 0
+        taken: list[BlockHash] = []
+        for tenant, other in sorted(self._tenants.items(), key=lambda item: item[1].num_recent):
+            if excess_bytes <= 0 and len(taken) >= num_excess:
+                break
+            if LEAST_RATIO * other.num_recent >= own.num_recent:
                 return False
-            self.num_bytes -= self._tenants.pop(least).num_bytes
+            excess_bytes -= other.num_bytes
+            taken.append(tenant)
+        if excess_bytes > 0 or len(taken) < num_excess:
+            return False
+        for tenant in taken:
+            self.num_bytes -= self._tenants.pop(tenant).num_bytes
         return True
 
     def _halve_counts(self) -> None:

@@ -78,7 +78,7 @@ class Prefetches:
     def _owner_changed(self, owner: ContentOwner) -> None:
         if (owner.num_running or owner.has_moved) and owner in self._announced:
             self._forget(owner)
-            self.totals.early += 1
+            self.totals.early += not owner.has_moved
 
     def _forget(self, owner: ContentOwner) -> _Announced:
         announced = self._announced.pop(owner)

@@ -212,6 +212,19 @@ def test_memory_is_bounded_and_goes_to_those_with_far_more_tokens(monkeypatch: p
     assert drafter.num_bytes == sum(own.num_bytes for own in drafter._tenants.values())
 
 
+def test_tables_are_not_taken_if_they_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_drafter, "MAX_BYTES", 8 * SLOT_BYTES << FIRST_BITS)
+    drafter, text = SuffixDrafter(), list(range(41))
+    for number in range(8):
+        observe_responses(drafter, salt(number), *[text] * (2 if number < 2 else 40))
+    own = drafter._tenants[salt(7)]
+    assert not drafter._free_memory(3 * SLOT_BYTES << FIRST_BITS, own), "two of the others have few tokens"
+    assert len(drafter) == 8
+    assert drafter._free_memory(2 * SLOT_BYTES << FIRST_BITS, own)
+    assert drafter._tenants.keys() == {salt(number) for number in range(2, 8)}
+    assert drafter.num_bytes == sum(each.num_bytes for each in drafter._tenants.values())
+
+
 def test_old_tokens_count_less() -> None:
     drafter = learned(list(range(500)))
     before = drafter._tenants[TENANT].num_recent
