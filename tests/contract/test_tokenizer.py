@@ -5,17 +5,19 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from baton.core.errors import Refused
+from baton.core.errors import ModelError, Refused
 from baton.gateway.text import chat_template
 from baton.gateway.text.chat_prompt import ChatPrompt
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.detokenizer import REPLACEMENT
-from baton.gateway.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from baton.gateway.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, special_tokens_around
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.process import loop_time
 from tests.scale import sized
@@ -241,3 +243,30 @@ async def test_expensive_chat_is_rendered_in_a_thread(
     (thread,) = rendered_in
     assert thread is not threading.main_thread()
     tokenizer.close()
+
+
+def without_letters(directory: Path, single: str) -> Path:
+    """Return a byte-level tokenizer that knows a dot and a space. single: the template of its special tokens."""
+    tokenizer = RustTokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, ".": 2, "\u0120": 3}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 0), ("</s>", 1)])
+    return write_model(directory, tokenizer)
+
+
+async def test_special_tokens_are_found_although_the_vocabulary_has_no_letter(tmp_path: Path) -> None:
+    tokenizer = HfTokenizer(without_letters(tmp_path / "model", "<s> $A </s>"))
+    assert list(await tokenizer.encode(". .")) == [0, 2, 3, 2, 1]
+    long = list(await tokenizer.encode(". " * 10_000))
+    assert (long[:2], long[-2:], len(long)) == ([0, 2], [3, 1], 20_002)
+    tokenizer.close()
+
+
+def test_tokens_that_special_tokens_replace_are_refused_by_name() -> None:
+    class Replaces:
+        def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+            return SimpleNamespace(ids=[0, 1] if add_special_tokens else [2])
+
+    with pytest.raises(ModelError, match="encodes 'a' as .* with special tokens"):
+        special_tokens_around(cast(RustTokenizer, Replaces()))

@@ -30,6 +30,8 @@ from baton.gateway.text.text_pieces import TextCutter
 from baton.gateway.text.tokenizer_info import tokenizer_info
 from baton.runtime.process import loop_time
 
+_PROBE_TEXTS = ("a", "0", ".", "\n")
+"""Texts that show which special tokens surround a text. A vocabulary may lack some of them."""
 PROMPT_TAIL_TOKENS = 6
 """Number of prompt ids on which the text of the first output token depends."""
 
@@ -128,7 +130,7 @@ class HfTokenizer(Tokenizer):
         self._cutter = self._around = None
         if has_known_pre_tokens(description):
             self._cutter = TextCutter(_added_tokens(self._rust))
-            self._around = _special_tokens_around(self._rust)
+            self._around = special_tokens_around(self._rust)
         self._table = _bytes_table(self._rust, description)
         self._plain_table = self._table and [
             b"" if id_ in self._special else token for id_, token in enumerate(self._table)
@@ -296,10 +298,22 @@ def _added_tokens(rust: RustTokenizer) -> frozenset[str]:
     return frozenset(token.content for token in rust.get_added_tokens_decoder().values())
 
 
-def _special_tokens_around(rust: RustTokenizer) -> tuple[TokenIds, TokenIds]:
-    """Return the ids of the special tokens that the tokenizer adds before and after every text."""
-    plain, full = (rust.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
-    begin = next(at for at in range(len(full)) if full[at : at + len(plain)] == plain)
+def special_tokens_around(rust: RustTokenizer) -> tuple[TokenIds, TokenIds]:
+    """Return the ids of the special tokens that the tokenizer adds before and after every text.
+
+    If its vocabulary has none of the probe texts, all of them count as those before. Raises ModelError if a
+    text has other tokens between special ones than alone.
+    """
+    text = next((text for text in _PROBE_TEXTS if rust.encode(text, add_special_tokens=False).ids), "")
+    plain, full = (rust.encode(text, add_special_tokens=wanted).ids for wanted in (False, True))
+    if not plain:
+        return array("I", full), array("I")
+    begin = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), None)
+    if begin is None:
+        raise ModelError(
+            f"the tokenizer encodes {text!r} as {full} with special tokens and as {plain} without; "
+            "such a post-processor is not supported"
+        )
     return array("I", full[:begin]), array("I", full[begin + len(plain) :])
 
 
