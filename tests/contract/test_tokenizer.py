@@ -268,5 +268,5 @@ def test_tokens_that_special_tokens_replace_are_refused_by_name() -> None:
         def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
             return SimpleNamespace(ids=[0, 1] if add_special_tokens else [2])
 
-    with pytest.raises(ModelError, match="encodes 'a' as .* with special tokens"):
+    with pytest.raises(ModelError, match=r"encodes 'a' as .* with special tokens"):
         special_tokens_around(cast(RustTokenizer, Replaces()))
