@@ -246,7 +246,7 @@ async def test_expensive_chat_is_rendered_in_a_thread(
 
 
 def without_letters(directory: Path, single: str) -> Path:
-    """Return a byte-level tokenizer that knows a dot and a space. single: the template of its special tokens."""
+    """Return a byte-level tokenizer of a dot and a space. single: the template of its special tokens."""
     tokenizer = RustTokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, ".": 2, "\u0120": 3}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
