@@ -29,10 +29,12 @@ _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | dic
 _EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of gate, up and down projection of an expert. The second are those of Mixtral."""
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_PLAIN = {"weight", _BIAS, _GATE_UP, _DOWN, f"{_GATE_UP}_bias", f"{_DOWN}_bias"}
-"""Last parts of the names of tensors of modules that are not quantised."""
+_PLAIN_TYPES = {"F32", "F16", "BF16"}
+"""Types of weights that are not quantised. They may have scales, of activations or not used yet."""
+_CODE_TYPES = {"I8", "U8", "I32", "F8_E4M3", "F8_E5M2"}
+"""Types of codes, packed or not, and of float8."""
 _KV_SCALES = {"k_scale", "v_scale", "output_scale"}
-"""The same for scales of KV, which are not used: KV has the dtype of `--kv-dtype`."""
+"""Last parts of the names of scales of KV, which are not used: KV has the dtype of `--kv-dtype`."""
 
 
 class SafetensorsSource:
@@ -122,8 +124,18 @@ class SafetensorsSource:
         return total
 
     def _is_coded(self, checkpoint_module: str) -> bool:
-        last = {name.rpartition(".")[2] for name in self._of_module.get(checkpoint_module, ())}
-        return self._layout is not None and bool(last - _PLAIN - _KV_SCALES)
+        """True if tensors of a module hold codes: scales alone do not make it quantised."""
+        if self._layout is None:
+            return False
+        names = self._of_module.get(checkpoint_module, ())
+        types = {name.rpartition(".")[2]: self._type(name) for name in names}
+        is_plain = types.get("weight") in _PLAIN_TYPES
+        return not is_plain and any(kind in _CODE_TYPES for last, kind in types.items() if last != _BIAS)
+
+    def _type(self, name: str) -> str:
+        """Return the type of a tensor, as safetensors calls it."""
+        file, key = self._places[name]
+        return str(file.get_slice(key).get_dtype())
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights[Weight]] | None:
         read = next((read for mark, read in self._fused.items() if f"{module}.{_GATE_UP}{mark}" in self._places), None)

@@ -10,6 +10,7 @@ from transformers import MixtralConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeC
 
 from baton.core.errors import ModelError
 from baton.model.linear.weights import CodedWeight, FloatWeight
+from baton.model.loading import model_loader
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.quantised.compressed_tensors import CompressedTensorsLayout
 from tests.unit.model.loading.gguf_models import random_state
@@ -260,6 +261,37 @@ def test_weights_without_a_group_are_plain(groups: dict[str, Any], tmp_path: Pat
     assert loaded.weight_format == "compressed-tensors plain weights"
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
     assert load_model(tmp_path, device="cpu", weights="int8").weight_format.endswith("then int8")
+
+
+DENSE_GROUPS = scheme_config("int8 channel asymmetric", format="dense")
+ACTIVATIONS = scheme_config("int8 channel", config_groups={"a": {"targets": ["Linear"], "weights": None}})
+
+
+@pytest.mark.parametrize(
+    ("quantised", "scales"),
+    [
+        (DENSE_GROUPS, {"weight_scale": torch.ones(1), "weight_zero_point": torch.zeros(1, dtype=torch.int8)}),
+        (ACTIVATIONS, {"input_scale": torch.ones(1), "input_zero_point": torch.zeros(1, dtype=torch.int8)}),
+    ],
+    ids=["dense", "activations"],
+)
+def test_scales_of_plain_weights_do_not_make_a_checkpoint_quantised(
+    quantised: dict[str, Any], scales: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it may be quantised, and the check of memory counts the model's dtype."""
+    config = Qwen3Config(**QWEN3)
+
+    def pack(module: str, value: torch.Tensor) -> Stored:
+        return {"weight": value} | {name: scale.clone() for name, scale in scales.items()}, value
+
+    means = write_checkpoint(tmp_path, config, quantised, pack)
+    loaded = load_model(tmp_path, dtype="float32", device="cpu", weights="int8")
+    assert loaded.weight_format == "compressed-tensors plain weights, then int8"
+    assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 0.2
+    needed: list[int] = []
+    monkeypatch.setattr(model_loader, "require_free_memory", lambda size, *others: needed.append(size))
+    load_model(tmp_path, dtype="float32", device="cpu")
+    assert needed == [4 * sum(value.numel() for value in means.values())]
 
 
 def test_weights_of_the_dense_format_are_plain() -> None:

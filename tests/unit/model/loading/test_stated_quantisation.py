@@ -123,9 +123,10 @@ def test_scales_of_kv_do_not_make_a_checkpoint_quantised(weights: str, tmp_path:
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < limit
 
 
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_quantised_checkpoint_is_not_quantised_again(weights: str, tmp_path: Path) -> None:
-    quantization, pack = CONFIGS["awq"]
+def test_a_quantised_checkpoint_is_not_quantised_again(weights: str, name: str, tmp_path: Path) -> None:
+    quantization, pack = CONFIGS[name]
     write_checkpoint(tmp_path, Qwen3Config(**QWEN3), quantization, lambda module, value: pack(value))
-    with pytest.raises(ModelError, match=f"--weights {weights} is for plain checkpoints.*AWQ.*use --weights auto"):
+    with pytest.raises(ModelError, match=f"--weights {weights} is for plain checkpoints.*weights.*use --weights auto"):
         load_model(tmp_path, device="cpu", weights=weights)
