@@ -33,6 +33,8 @@ from baton.model.verification.verify_backend import Windows, verify_masks
 from baton.runtime.child.stages import Report, StageRunner
 
 NUM_BLOCKS = 64
+FINGERPRINT = "reduced"
+"""Fingerprint of all reduced models. Their KV never leaves the child, so their weights are not hashed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def load_reduced(model: CheckedModel, directory: Path) -> LoadedModel:
         kv_dtype=model.kv_dtype,
         device=model.device,
         max_model_len=None if model.max_model_len is None else min(longest, model.max_model_len),
+        fingerprint=FINGERPRINT,
     )
 
 

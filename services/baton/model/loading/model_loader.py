@@ -100,6 +100,7 @@ def load_model(
     free_bytes: Callable[[torch.device], int] = free_bytes,
     packer_for: Callable[[torch.dtype], WeightPacker | None] = lambda _dtype: None,
     cache: PackedModelCache = NO_CACHE,
+    fingerprint: str | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
@@ -109,7 +110,8 @@ def load_model(
     weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
     max_model_len: at most the model's own; None uses that. free_bytes: that a device can still allocate.
     packer_for: makes what packs the linear layers of a model of this dtype on a CPU; without, they stay.
-    cache: keeps packed models for the workers of a machine. say: told if hashing the weights takes long.
+    cache: keeps packed models for the workers of a machine. fingerprint: of a model whose KV never leaves the
+    process; None hashes the weights. say: told if that takes long.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     whole = _read_config(path)
@@ -119,13 +121,11 @@ def load_model(
     tokenizer, ends = tokenizer_fingerprint(path), eos_token_ids(path)
     load_dtype, target = _load_dtype((whole, config), dtype), _device(device)
     _configure(path, config, is_text_part=is_text_part)
-    fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights), say)
+    if fingerprint is None:
+        fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights), say)
     packer = packer_for(load_dtype) if target.type == "cpu" else None
     options = LoadOptions(dtype=load_dtype, device=target, weights=weights, packer=packer, is_text_part=is_text_part)
-
-    def require_memory(size: int, host_size: int = 0) -> None:
-        _require_memory(size, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", target, free_bytes, host_size)
-
+    require_memory = partial(_require_memory, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", target, free_bytes)
     source = ModelSource(
         fingerprint=fingerprint,
         new_skeleton=lambda: build_skeleton(model_class, deepcopy(config), load_dtype),
@@ -230,7 +230,7 @@ def _load_plain(
 
 
 def _require_memory(
-    size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int], host_size: int
+    what: str, target: torch.device, free_bytes: Callable[[torch.device], int], size: int, host_size: int = 0
 ) -> None:
     """Raise ModelError if `size` bytes are not free on the target, or `host_size` on the host of a GPU."""
     require_free_memory(size, free_bytes(target), what, str(target))

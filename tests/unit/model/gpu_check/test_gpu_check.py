@@ -120,6 +120,15 @@ def ends(said: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {each["end"]: each["problem"] for each in said if "end" in each}
 
 
+def test_weights_of_a_reduced_model_are_not_hashed(
+    model: CheckedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their directory is another one each time, so a kept digest would never be used again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_reduced(model, tmp_path / "reduced")
+    assert not list(tmp_path.glob("cache/baton/digests/*"))
+
+
 def test_all_parts_are_verified_on_a_reduced_model(model: CheckedModel, tmp_path: Path) -> None:
     loaded = load_reduced(model, tmp_path / "reduced")
     assert ends(reports(loaded, model, ON_CPU)) == dict.fromkeys(GPU_STAGES, "")
