@@ -6,11 +6,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.core.errors import ModelError
+from baton.runtime.child import verdict_cache
 from baton.runtime.child.child_process import MAX_ERROR_BYTES, NOT_STARTED_CODE, ChildEnd, ChildStop, run_child
 from baton.runtime.child.stages import MAX_KNOWN_CHARS, StageRun, StageRunner, StageVerdict, judge_stages
 from baton.runtime.child.verdict_cache import MAX_VERDICTS, VerdictCache
@@ -197,6 +199,9 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path) -> No
         facts = {"number": str(number)}
         cache.keep(facts, {})
         os.utime(cache.path(facts), ns=(0, number))
+        with cache.locked(str(number), 1.0):
+            pass
+    cache.keep(facts, {})
     assert len(list(tmp_path.iterdir())) == MAX_VERDICTS
     assert cache.find({"number": "0"}) is None
     assert cache.find({"number": str(MAX_VERDICTS + 4)}) == {}
@@ -204,11 +209,16 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path) -> No
     assert cache.find(FACTS) is None
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged once, however many verdicts there are."""
     (tmp_path / "file").touch()
+    logged: list[str] = []
+    monkeypatch.setattr(verdict_cache, "log", SimpleNamespace(warning=lambda event, **_: logged.append(event)))
     cache = VerdictCache(tmp_path / "file" / "below")
     with cache.locked("x", 1.0):
         cache.keep(FACTS, {"a": ""})
+        cache.keep(FACTS | {"more": ""}, {"a": ""})
+    assert logged == ["verdict_not_kept"]
     assert cache.find(FACTS) is None
 
 

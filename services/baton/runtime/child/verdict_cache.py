@@ -17,7 +17,7 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 MAX_VERDICTS = 64
-"""Verdicts that are kept, those used last. A verdict takes some kilobytes."""
+"""Default number of verdicts that are kept. A verdict takes some kilobytes."""
 MAX_VERDICT_BYTES = 1 << 16
 _LOCK_POLL_S = 0.1
 
@@ -25,9 +25,11 @@ _LOCK_POLL_S = 0.1
 class VerdictCache:
     """Verdicts by the facts that they depend on, a file each. A cache that cannot be used is logged."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        """`directory`: None for the default."""
+    def __init__(self, directory: Path | None = None, *, max_verdicts: int = MAX_VERDICTS) -> None:
+        """directory: None for the default. max_verdicts: that are kept, those used last."""
         self._directory = directory or user_cache.cache_directory("verdicts")
+        self._max_verdicts = max_verdicts
+        self._has_failed = False
 
     def path(self, facts: Mapping[str, str]) -> Path:
         """Return the file of the verdict for these facts."""
@@ -51,7 +53,11 @@ class VerdictCache:
         return verdict if isinstance(verdict, dict) else None
 
     def keep(self, facts: Mapping[str, str], verdict: Mapping[str, Any]) -> None:
-        """Store a verdict, and remove those that were used longest ago beyond `MAX_VERDICTS`."""
+        """Store a verdict, and remove what was used longest ago beyond the limit.
+
+        Locks count, too. A process that holds a removed one goes on, and another may reach the same verdict.
+        If files cannot be written, only the first failure is logged.
+        """
         path = self.path(facts)
         text = json.dumps({"facts": dict(facts), "verdict": dict(verdict)}, indent=1)
         if len(text) > MAX_VERDICT_BYTES:
@@ -63,10 +69,13 @@ class VerdictCache:
             with os.fdopen(fd, "w") as file:
                 file.write(text)
             user_cache.publish(Path(name), path)
-            kept = [*self._directory.glob("*.json"), *self._directory.glob("new-*")]  # the latter of killed processes
-            user_cache.remove_oldest(kept, keep=path, max_number=MAX_VERDICTS)
+            kinds = ("*.json", "lock-*", "new-*")  # the last kind is of killed processes
+            kept = [each for kind in kinds for each in self._directory.glob(kind)]
+            user_cache.remove_oldest(kept, keep=path, max_number=self._max_verdicts)
         except OSError as error:
-            log.warning("verdict_not_kept", file=str(path), problem=str(error))
+            if not self._has_failed:
+                log.warning("verdict_not_kept", file=str(path), problem=str(error))
+            self._has_failed = True
 
     @contextmanager
     def locked(

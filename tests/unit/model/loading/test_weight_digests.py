@@ -12,7 +12,7 @@ from baton.core.errors import ModelError
 from baton.model.loading import weight_digests as module
 from baton.model.loading.model_fingerprint import model_fingerprint
 from baton.model.loading.weight_digests import WAITING, weight_digests
-from baton.runtime.child.verdict_cache import VerdictCache
+from baton.runtime.child.verdict_cache import MAX_VERDICTS, VerdictCache
 
 SIZE = 300_000
 """More than one buffer of the reader."""
@@ -140,11 +140,11 @@ def test_the_digest_of_a_file_that_changed_while_it_was_read_is_not_kept(
     assert not list((tmp_path / "cache").glob("*.json"))
 
 
-@pytest.mark.parametrize("digests", [None, [], ["a", "b"], [1], {"a": 1}])
-def test_a_damaged_entry_is_ignored(digests: object, file: Path, tmp_path: Path, cache: VerdictCache) -> None:
+@pytest.mark.parametrize("digest", [None, [], ["a"], 1, {"a": 1}])
+def test_a_damaged_entry_is_ignored(digest: object, file: Path, tmp_path: Path, cache: VerdictCache) -> None:
     weight_digests([file], cache=cache, clock=later)
     path = kept_file(tmp_path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"verdict": {"digests": digests}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"verdict": {"digest": digest}}))
     assert weight_digests([file], cache=cache, clock=later) == right(file)
 
 
@@ -179,18 +179,65 @@ def test_processes_that_start_together_hash_once(
     file: Path, cache: VerdictCache, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While this process waits for the lock, the one that has it keeps its digests."""
-    held = cache.locked(cache.path(module._facts([file])).name[0], 1.0)
+    held = cache.locked(module._lock_name(cache, [file]), 1.0)
     held.__enter__()
     said: list[str] = []
 
     def other_is_done(text: str) -> None:
         said.append(text)
-        cache.keep(module._facts([file]), {"digests": right(file)})
+        cache.keep(module._facts(file), {"digest": right(file)[0]})
         held.__exit__(None, None, None)
 
     assert weight_digests([file], cache=cache, clock=later, say=other_is_done) == right(file)
     assert said == [WAITING]
     assert not reads
+
+
+def test_a_process_that_was_killed_while_it_hashed_goes_on(
+    file: Path, tmp_path: Path, cache: VerdictCache, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of each file is kept as soon as it is known. The last file ends the process."""
+    files = [file, tmp_path / "second", tmp_path / "third"]
+    for path in files[1:]:
+        path.write_bytes(path.name.encode())
+    digest = module._digest
+
+    def killed(path: Path) -> str:
+        if path == files[-1]:
+            raise KeyboardInterrupt
+        return digest(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_digest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            weight_digests(files, cache=cache, clock=later)
+    reads.clear()
+    assert weight_digests(files, cache=cache, clock=later) == right(*files)
+    assert reads == files[-1:]
+
+
+def test_digests_of_several_large_checkpoints_are_kept(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the user's cache, with more files than other caches have entries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = [tmp_path / f"{number}.safetensors" for number in range(2 * MAX_VERDICTS)]
+    for path in files:
+        path.write_bytes(path.name.encode())
+    for _ in range(2):
+        assert weight_digests(files, clock=later) == right(*files)
+    assert len(reads) == len(files)
+
+
+def test_another_model_that_is_hashed_is_not_waited_for(tmp_path: Path, cache: VerdictCache) -> None:
+    files = [tmp_path / f"{number}.safetensors" for number in range(32)]
+    for path in files:
+        path.write_bytes(path.name.encode())
+    said: list[str] = []
+    with cache.locked(module._lock_name(cache, files[:1]), 1.0):
+        for path in files[1:]:
+            weight_digests([path], cache=cache, clock=later, say=said.append)
+    assert not said
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, cache: VerdictCache) -> None:
