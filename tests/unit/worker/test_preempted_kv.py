@@ -5,6 +5,7 @@ fails the test.
 """
 
 import asyncio
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from baton.core.kv.block_hash import NO_HASH
 from baton.core.messages.jobs import Cancel, DecodeJob
 from baton.core.request import Sampling
 from baton.engine.tiers.way_back import WayBack
+from baton.worker.tiers.host_tier import HostTier
 from baton.worker.worker_metrics import WorkerMetrics
 from tests.unit.worker.harness import BLOCK, Cluster, cluster, expected_tokens
 from tests.unit.worker.test_host_tier_worker import Host, start
@@ -88,6 +90,20 @@ async def test_it_is_computed_if_copies_are_predicted_to_be_slower() -> None:
         assert totals.chosen == {WayBack.RECOMPUTE: counters.preemptions, WayBack.RELOAD: 0}
         assert host.tier.totals.stored_blocks == 0
         assert counters.recomputed_tokens > 4 * BLOCK * counters.preemptions > 0
+        await simulated.until_clean()
+
+
+@pytest.mark.parametrize("pause_s", [10.0, inf])
+@virtual
+async def test_it_is_computed_if_its_tier_takes_no_copies(pause_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as simulated:
+        host = await started(simulated)
+        await asyncio.sleep(1)
+        monkeypatch.setattr(HostTier, "store_pause_s", pause_s)
+        await assert_answered(host, send(host))
+        counters, totals = host.node.worker.engine.counters, host.node.worker.kv.preempted_kv.totals
+        assert totals.chosen == {WayBack.RECOMPUTE: counters.preemptions, WayBack.RELOAD: 0}
+        assert counters.preemptions > 0
         await simulated.until_clean()
 
 

@@ -7,6 +7,7 @@ the sequence could be admitted again, what the cache has lost is reloaded first,
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from baton.core.kv.kv_tables import hashes_of_prefix
 from baton.core.step_cost import StepCostModel
@@ -80,7 +81,7 @@ class PreemptedKv:
         num_tokens = len(preempted.hashes) * pool.block_size_tokens
         decision = choose_way_back(
             compute_s=None if costs is None else compute_s(costs, num_tokens, 0, self._chunk_tokens),
-            store_s=tier.store_s(len(missing)),
+            store_s=self._store_s(len(missing)),
             load_s=tier.load_s(len(needed)) if tier.answers else None,
         )
         self.totals.chosen[decision.way] += 1
@@ -98,6 +99,11 @@ class PreemptedKv:
         if decision.way is WayBack.RELOAD:
             found = (pool.find(each) for each in reversed(missing))
             self._copy_out.demote(block_id for block_id in found if block_id is not None)
+
+    def _store_s(self, num_blocks: int) -> float | None:
+        """Predict the time to store blocks, with the pause after an error; None if unknown or never."""
+        store_s, pause_s = self._tier.store_s(num_blocks), self._tier.store_pause_s if num_blocks else 0.0
+        return None if store_s is None or pause_s == inf else store_s + pause_s
 
     async def _reload(self, returning: ReturningSequence) -> None:
         try:
