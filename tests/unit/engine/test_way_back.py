@@ -6,10 +6,11 @@ from random import Random
 import pytest
 
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
+from baton.core.reload_limits import RELOAD_GAIN
 from baton.engine.kv_cache.content_index import longest_prefix
 from baton.engine.state.outcome import ReturningSequence
 from baton.engine.state.sequence import SequenceRequest
-from baton.engine.tiers.copy_policy import RELOAD_GAIN, reload_pays
+from baton.engine.tiers.copy_policy import reload_pays
 from baton.engine.tiers.way_back import WayBack, choose_way_back
 from tests.builders import BLOCK_SIZE_TOKENS, sequence_request
 from tests.engine_rig import EngineRig

@@ -6,10 +6,14 @@ import pytest
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.worker_report import TierReport
+from baton.core.kv.block_hash import num_blocks_for
+from baton.core.kv.kv_layout import KvLayout
+from baton.core.messages.jobs import PrefixSource
+from baton.core.reload_limits import MAX_PULL_S, PEER_RELOAD_SHARE, RELOAD_GAIN
 from baton.scheduler.decisions.decision_records import RecordedOverlap
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.worker_links import DEFAULT_PULL_S
-from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, fast_link, measured, queued, seen
+from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, WINDOWED, decoding, fast_link, measured, queued, seen
 from tests.unit.scheduler.policy_cases import LONG, busy, chosen, predicted
 
 NUM_BLOCKS = 64
@@ -163,6 +167,41 @@ def test_blocks_on_a_slow_disk_of_another_worker_are_not_pulled(
     source = pulled_from_q(disk_bytes_per_s, **changes).prefix_source
     assert source is not None
     assert (source.num_blocks, source.num_host_blocks, source.num_disk_blocks) == (NUM_BLOCKS - 32, 16, 0)
+
+
+def source_on_disk(
+    *, reader_token_s: float, start_s: float, block_s: float, layout: KvLayout = LAYOUT, reader: str = "prefill"
+) -> PrefixSource | None:
+    """The prefix that an idle worker pulls if a slow and busy one has all of it on its disk.
+
+    block_s: time to reload a block of tokens
+    """
+    block_bytes = layout.block_bytes * layout.windows.num_held_blocks(LONG) / num_blocks_for(LONG, 16)
+    disk = TierReport(
+        tier="disk", total=20_000, held=100, load_bytes_per_s=block_bytes / block_s, load_overhead_s=start_s
+    )
+    slow, costs = replace(COSTS, prefill_token_s=0.02), replace(COSTS, prefill_token_s=reader_token_s)
+    q = measured("q", "prefill", layout=layout, costs=slow, tiers=(disk,), **queued(65536))
+    a = measured("a", reader, layout=layout, costs=costs, links=(fast_link("q"),))
+    others = [measured("d", "decode", layout=layout, **decoding(64))] if reader == "prefill" else []
+    return chosen(with_reloads(seen(a, q, *others, q=NUM_BLOCKS), q=(NUM_BLOCKS, NUM_BLOCKS))).prefix_source
+
+
+@pytest.mark.parametrize("reader", ["prefill", "decode"])
+@pytest.mark.parametrize(("gain", "is_pulled"), [(1.1 * RELOAD_GAIN, True), (0.9 * RELOAD_GAIN, False)])
+def test_a_reload_that_its_owner_would_not_begin_is_not_counted_on(gain: float, is_pulled: bool, reader: str) -> None:
+    """It does not begin one that takes about as long as the reader computes."""
+    compute_s = replace(COSTS, prefill_token_s=1e-3).prefill_s(NUM_BLOCKS * 16, 0, 512)
+    source = source_on_disk(reader_token_s=1e-3, start_s=compute_s / gain, block_s=1e-5, reader=reader)
+    assert (source is not None) is is_pulled
+
+
+@pytest.mark.parametrize(("layout", "num_blocks"), [(LAYOUT, 40), (WINDOWED, None)], ids=["whole", "windowed"])
+def test_a_reload_is_shortened_to_what_its_owner_begins(layout: KvLayout, num_blocks: int | None) -> None:
+    """A shorter prefix is of no use with windows."""
+    block_s = PEER_RELOAD_SHARE * MAX_PULL_S / 40.5
+    source = source_on_disk(reader_token_s=0.02, start_s=0.0, block_s=block_s, layout=layout)
+    assert (source and source.num_blocks) == (source and source.num_disk_blocks) == num_blocks
 
 
 def test_a_reload_at_another_worker_waits_for_those_under_way() -> None:

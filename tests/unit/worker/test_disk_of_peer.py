@@ -12,11 +12,11 @@ import pytest
 
 from baton.core.errors import Reason
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
-from baton.worker.jobs.prefix_puller import MIN_PULL_S, RELOAD_SHARE
+from baton.core.reload_limits import MIN_PULL_S, PEER_RELOAD_SHARE, RELOAD_SHARE
 from baton.worker.tiers import reloads as reloads_module
 from baton.worker.tiers.disk_tier import SILENT_S
 from tests.unit.worker import test_disk_tier_worker as disks
-from tests.unit.worker.harness import Cluster, cluster, expected_tokens
+from tests.unit.worker.harness import BLOCK, Cluster, cluster, expected_tokens
 from tests.unit.worker.test_disk_tier_worker import ALL_CACHED, answered, disk_of, restarted
 from tests.unit.worker.test_host_tier_worker import MIB, NUM_BLOCKS, Host
 from tests.unit.worker.virtual_loop import virtual
@@ -142,6 +142,23 @@ async def test_a_damaged_block_ends_the_prefix_of_the_reader() -> None:
             assert p.disk.corrupt(slot)
         assert await p.pulled() < ALL_CACHED
         assert disk_of(p.holder.node).totals.invalid_blocks > 0
+
+
+@pytest.mark.parametrize(("kv_windows", "num_reloaded"), [((0,), 7), ((2, 0, 13), 0)], ids=["whole", "windowed"])
+@virtual
+async def test_a_reload_that_takes_too_long_is_shortened(kv_windows: tuple[int, ...], num_reloaded: int) -> None:
+    """A shorter prefix is of no use with windows."""
+    async with cluster() as simulated:
+        await answered(await disks.start(simulated, kv_windows=kv_windows, num_blocks=80), 0)
+        holder = await restarted(simulated, kv_windows=kv_windows, num_blocks=128)
+        node = simulated.start("q", num_blocks=128, max_num_batched_tokens=64, kv_windows=kv_windows)
+        reader = Host(simulated, node, simulated.gateway(node, "g-q"))
+        await reader.gateway.connect()
+        await asyncio.sleep(1)
+        disk_of(holder.node).load_s = lambda num_blocks: num_blocks * PEER_RELOAD_SHARE * MIN_PULL_S / 7.5
+        assert await PeerDisk(simulated, holder, reader).pulled() == num_reloaded * BLOCK
+        assert disk_of(holder.node).totals.loaded_blocks == num_reloaded
+        await simulated.until_clean()
 
 
 @virtual

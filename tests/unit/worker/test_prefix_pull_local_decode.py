@@ -11,8 +11,8 @@ import pytest
 from baton.core.errors import Code, Reason
 from baton.core.ids import WorkerRef
 from baton.core.messages.jobs import Cancel, PrefixSource
+from baton.core.reload_limits import MIN_PULL_S
 from baton.sim.sim_transfer_backend import LinkModel
-from baton.worker.jobs.prefix_puller import MIN_PULL_S
 from tests.unit.worker.harness import BLOCK, expected_tokens
 from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
 from tests.unit.worker.virtual_loop import virtual

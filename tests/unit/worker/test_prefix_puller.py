@@ -13,14 +13,13 @@ from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import first_visible_block
 from baton.core.messages.jobs import Cancel, PrefixSource
+from baton.core.reload_limits import MAX_COMPUTE_RATIO, MIN_PULL_S
 from baton.core.request import Sampling
 from baton.sim.sim_executor import SimStepCost
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.worker.jobs.prefix_puller import (
     DEFAULT_PULL_S,
-    MAX_COMPUTE_RATIO,
     MAX_PULLED_SHARE,
-    MIN_PULL_S,
     PrefixPuller,
 )
 from tests import builders

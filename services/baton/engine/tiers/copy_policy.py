@@ -5,6 +5,7 @@ Pure functions of predicted seconds.
 
 import math
 
+from baton.core.reload_limits import RELOAD_GAIN
 from baton.core.step_cost import StepCostModel
 
 WORTH_RATIO = 4.0
@@ -24,8 +25,6 @@ MAX_COPY_S = 0.002
 share the memory with one."""
 MAX_COPYING_SHARE = 0.25
 """Share of the allocatable blocks that may be in a copy out. The others stay available to sequences."""
-RELOAD_GAIN = 1.25
-"""Computing must be predicted to take this many times as long as a reload. Predictions are no more exact."""
 MIN_RELOAD_WAIT_S, MAX_RELOAD_WAIT_S = 0.05, 5.0
 """Bounds of a job's wait for its reload. Shorter waits are within the jitter of an event loop."""
 

@@ -7,7 +7,7 @@ never be used again (`copy_policy.is_worth_copying`).
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.engine.tiers.copy_policy import RELOAD_GAIN
+from baton.core.reload_limits import RELOAD_GAIN
 
 
 class WayBack(Enum):

@@ -5,15 +5,17 @@ A prefix in device or host memory is read at once. One that ends on a disk is re
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import floor
 
 import numpy as np
 
+from baton.core.reload_limits import MAX_PULL_S, PEER_RELOAD_SHARE
 from baton.scheduler.policies.candidate_costs import LocalPrefill
 from baton.scheduler.policies.cost_terms import PrefillTerms, PrefixOption
 from baton.scheduler.policies.eligibility import any_worker, readers_of, sources_of
 from baton.scheduler.policies.placement_inputs import PlacementInputs
 from baton.scheduler.policies.reload_costs import host_reload_s
-from baton.scheduler.prediction.predict import tier_reload_s
+from baton.scheduler.prediction.predict import peer_reload_limit_s, tier_reload_s
 from baton.scheduler.state.worker_data import Floats, Mask
 
 MAX_HOLDERS = 4
@@ -53,6 +55,8 @@ def _most_blocks(inputs: PlacementInputs, holder: int) -> float:
     """Return the leading blocks that others can pull from a worker.
 
     Those on its disk count only if their reload is faster than computing them there. An unknown speed is not.
+    A reload that takes too long for any pull is shortened, as its owner does. With windows it is left out,
+    because a shorter prefix needs other blocks.
     """
     prompt, reported = inputs.prompt, inputs.workers.reported
     num_in_memory, num_held = prompt.pullable_blocks.get(holder, 0), prompt.held_blocks[holder]
@@ -62,8 +66,14 @@ def _most_blocks(inputs: PlacementInputs, holder: int) -> float:
     size, num_disk = reported.block_size_tokens.item(holder), num_held - num_in_memory
     mean_attended = (num_in_memory + num_held) * size / 2
     token_s = reported.prefill_token_s.item(holder) + reported.prefill_attended_s.item(holder) * mean_attended
-    disk_s = reported.disk_reload_start_s.item(holder) + num_disk * prompt.block_bytes.item(holder) * s_per_byte
-    return num_held if disk_s < num_disk * size * token_s else num_in_memory
+    start_s, block_s = reported.disk_reload_start_s.item(holder), prompt.block_bytes.item(holder) * s_per_byte
+    if start_s + num_disk * block_s >= num_disk * size * token_s:
+        return num_in_memory
+    num_in_time = max(0, floor((PEER_RELOAD_SHARE * MAX_PULL_S - start_s) / block_s))
+    if num_in_time >= num_disk:
+        return num_held
+    has_windows = inputs.workers.kv_groups[int(reported.kv_group.item(holder))].layout.windows.has_windows
+    return num_in_memory if has_windows else num_in_memory + num_in_time
 
 
 def _options_of(inputs: PlacementInputs, holder: int) -> list[PrefixOption]:
@@ -88,7 +98,8 @@ def _consider(
 ) -> None:
     """Enter the pull of an option into the terms of the candidates that it makes faster.
 
-    A worker that pulls leaves its disk alone. number: of the option
+    The holder does not reload for longer than the pull is worth. A worker that pulls leaves its own disk
+    alone. number: of the option
     reload_s: wait of each worker for what it has in host memory only
     """
     w, prompt, holder = inputs.workers, inputs.prompt, option.holder
@@ -96,7 +107,9 @@ def _consider(
     can_pull = candidates & (own_blocks < option.num_blocks) & readers_of(w, holder)
     if not any_worker(can_pull):
         return
-    cached_tokens = option.num_blocks * w.reported.block_size_tokens.item(holder)
+    size = w.reported.block_size_tokens.item(holder)
+    cached_tokens = option.num_blocks * size
+    can_pull = can_pull & (option.reload_s <= peer_reload_limit_s(w, int(cached_tokens), own_blocks * size))
     compute_s = inputs.first.prefill_s(w, prompt.num_tokens, cached_tokens)
     num_bytes = (option.num_blocks - own_blocks) * prompt.block_bytes.item(holder)
     fixed_s, dial_s = links.pull_s[:, holder], links.dial_s[:, holder]
@@ -123,6 +136,8 @@ def with_pulled_prefix(
         holder = option.holder
         held_tokens = option.num_blocks * row.reported.block_size_tokens
         if held_tokens <= local.memory_tokens or not sources[holder]:
+            continue
+        if option.reload_s > peer_reload_limit_s(row, int(held_tokens), local.memory_tokens):
             continue
         missing_blocks = (held_tokens - local.memory_tokens) / row.reported.block_size_tokens
         num_bytes = missing_blocks * prompt.block_bytes.item(decode)

@@ -13,6 +13,7 @@ import numpy as np
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
 from baton.core.kv.block_hash import num_blocks_for
+from baton.core.reload_limits import MAX_COMPUTE_RATIO, MAX_PULL_S, MIN_PULL_S, PEER_RELOAD_SHARE
 from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.state.elementwise import ceil, exp, maximum, minimum, where
 from baton.scheduler.state.shared_steps import prefill_share, ttft_slo_share
@@ -203,6 +204,15 @@ def tier_reload_s(w: WorkerData[N], host_bytes: N, disk_bytes: N) -> tuple[N, N]
     host_s = reported.host_reload_start_s + host_bytes * reported.host_reload_s_per_byte
     disk_s = reported.disk_reload_start_s + disk_bytes * reported.disk_reload_s_per_byte
     return where(host_bytes <= 0, 0.0, host_s), where(disk_bytes <= 0, 0.0, disk_s)
+
+
+def peer_reload_limit_s(w: WorkerData[N], num_tokens: int, held_tokens: N) -> N:
+    """Return the longest reload that another worker begins for a pull by this one.
+
+    num_tokens: of the prefix. held_tokens: those of them that this worker has in memory
+    """
+    limit_s = MAX_COMPUTE_RATIO * unloaded_prefill_s(w, num_tokens, held_tokens)
+    return PEER_RELOAD_SHARE * minimum(maximum(limit_s, MIN_PULL_S), MAX_PULL_S)
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:

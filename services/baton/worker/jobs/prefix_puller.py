@@ -13,6 +13,7 @@ from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.messages.jobs import PrefixSource
 from baton.core.messages.peer_messages import HashRange
+from baton.core.reload_limits import MAX_COMPUTE_RATIO, MAX_PULL_S, MIN_PULL_S, RELOAD_SHARE
 from baton.core.request import SessionKey
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
@@ -28,16 +29,6 @@ MAX_PULLED_SHARE = 0.25
 used yet."""
 MAX_MOVING_SHARE = 0.5
 """Upper bound on the share of blocks that are received while the KV of sessions is pulled."""
-MAX_COMPUTE_RATIO = 2.0
-"""A pull is cancelled after this multiple of the time that computing the same blocks would take on an idle
-device."""
-MIN_PULL_S = 0.25
-"""Lower bound of the time limit, because a link that was not used before must be connected first."""
-MAX_PULL_S = 10.0
-"""Upper bound of the time limit."""
-RELOAD_SHARE = 0.5
-"""Share of the time limit that the source may take to reload what it has on its disk only. The rest is for
-reading it."""
 DEFAULT_PULL_S = 2.0
 """Time limit while the step costs of this worker are unknown."""
 

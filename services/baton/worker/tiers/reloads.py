@@ -6,6 +6,7 @@ ends after the time that computing takes, with what it has loaded until then.
 """
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.content_index import longest_prefix
 from baton.engine.retention.content_owner import ContentOwner
-from baton.engine.tiers.copy_policy import compute_s, reload_gain_s, reload_wait_s
+from baton.engine.tiers.copy_policy import compute_s, reload_gain_s, reload_pays, reload_wait_s
 from baton.engine.tiers.load_times import LoadTimes
 from baton.runtime.logging import get_logger
 from baton.worker.background_tasks import BackgroundTasks
@@ -170,8 +171,8 @@ class Reloads:
         """Start to reload a prefix that a peer cannot read, because the disk alone has a part of it.
 
         Returns what ends with the reload, about `within_s` later at the latest. It goes on if the peer does
-        not wait for it. Returns None if the disk has nothing of the prefix or does not answer, if the reload
-        is predicted to take longer, or if no block is free for it.
+        not wait for it. What is predicted to take longer is left out. Returns None if nothing is left, if the
+        disk has nothing of the prefix or does not answer, or if no block is free for it.
         """
         max_blocks = int(MAX_PEER_SHARE * self._pool.num_blocks) - self._num_blocks_for_peers
         plan_again = partial(self._plan_for_peer, hashes, within_s, max_blocks)
@@ -224,7 +225,7 @@ class Reloads:
         pool.unref(prefix.block_ids, owner, positions)
 
     def _plan_for_peer(self, hashes: Sequence[BlockHash], within_s: float, max_blocks: int) -> ReloadPlan | None:
-        """Return what to reload for a peer; None if nothing of it is on the disk only, or if it does not pay.
+        """Return what to reload for a peer; None if nothing of it is on the disk only, or if nothing pays.
 
         The peer gives the time that the reload is worth. max_blocks: most blocks to reload
         """
@@ -232,10 +233,28 @@ class Reloads:
         if not usable:
             return None
         tiers, num_cached = usable[-1], self._pool.lookup_prefix(hashes).num_blocks
+        if not self._pool.windows.has_windows:  # else a shorter prefix needs other blocks
+            hashes = self._longest_in_time(tiers, hashes, within_s)
         plan = self._plan_from(tiers, hashes, num_cached, worth_s=within_s, max_blocks=max_blocks)
         if plan is None or Tier.DISK not in tiers.positions([plan.needed[index] for index in plan.missing]):
             return None
         return plan
+
+    def _longest_in_time(self, tiers: SlowerTiers, hashes: Sequence[BlockHash], within_s: float) -> Sequence[BlockHash]:
+        """Return the longest prefix whose reload is predicted to pay if it is worth `within_s`.
+
+        Its blocks may be in no tier. Without windows.
+        """
+        missing = [index for index, each in enumerate(hashes) if self._pool.find(each) is None]
+        lacking = [hashes[index] for index in missing]
+
+        def is_too_slow(count: int) -> bool:
+            predicted_s = self._predicted_s(tiers, lacking[:count], missing[count - 1] + 1)
+            return not reload_pays(compute_s=within_s, reload_s=predicted_s)
+
+        if not missing or not is_too_slow(len(missing)):
+            return hashes
+        return hashes[: missing[bisect_left(range(1, len(missing)), True, key=is_too_slow)]]
 
     def _plan_from(
         self,
@@ -274,9 +293,7 @@ class Reloads:
         needed = hashes_of_prefix(hashes, pool.windows)
         missing = tuple(index for index, each in enumerate(needed) if pool.find(each) is None)
         costs = self._costs()
-        predicted_s = tiers.load_s([needed[index] for index in missing], self._num_loading_blocks)
-        if predicted_s is not None:
-            predicted_s += self._accounting.predicted_s(len(needed), asyncio.get_running_loop().time()) or 0.0
+        predicted_s = self._predicted_s(tiers, [needed[index] for index in missing], len(needed))
         if worth_s is None and costs is not None:
             chunk_tokens = self._engine.config.max_num_batched_tokens
             worth_s = compute_s(costs, (num_blocks - num_cached) * size, num_cached * size, chunk_tokens)
@@ -295,6 +312,13 @@ class Reloads:
             gain_s=gain_s,
             wait_s=reload_wait_s(worth_s),
         )
+
+    def _predicted_s(self, tiers: SlowerTiers, missing: Sequence[BlockHash], num_needed: int) -> float | None:
+        """Predict the time to load the missing blocks and enter the prefix in the cache; None if unknown."""
+        load_s = tiers.load_s(missing, self._num_loading_blocks)
+        if load_s is None:
+            return None
+        return load_s + (self._accounting.predicted_s(num_needed, asyncio.get_running_loop().time()) or 0.0)
 
     def _start(self, plan: ReloadPlan, tenant_root: BlockHash, owner: ContentOwner | None) -> asyncio.Task[bool]:
         first = plan.needed[plan.missing[0]]
