@@ -13,6 +13,8 @@ import pytest
 from baton.core.errors import Reason
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefixSource
 from baton.core.reload_limits import MIN_PULL_S, PEER_RELOAD_SHARE, RELOAD_SHARE
+from baton.worker.jobs import prefix_puller
+from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.tiers import reloads as reloads_module
 from baton.worker.tiers.disk_tier import SILENT_S
 from tests.unit.worker import test_disk_tier_worker as disks
@@ -133,6 +135,28 @@ async def test_a_disk_that_does_not_answer_costs_a_reader_a_bounded_time_once() 
         counts = p.holder.node.pool.counts()
         assert counts.free + counts.cached == counts.total
         await asyncio.sleep(1000)
+
+
+@virtual
+async def test_a_pull_that_waits_for_a_reload_takes_no_budget_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peer_disk() as p:
+        pool = p.reader.node.pool
+        monkeypatch.setattr(prefix_puller, "MAX_PULLED_SHARE", (NUM_BLOCKS + 3) / pool.num_blocks)
+        await p.holder.answer(1)
+        p.disk.latency_s = 0.05
+        puller = PrefixPuller(
+            engine=p.reader.node.worker.engine, reader=p.reader.node.worker.reader, costs=lambda: None
+        )
+        slow = asyncio.ensure_future(puller.pull(p.source(), p.reader.hashes_of(0)))
+        await asyncio.sleep(0.02)
+        await puller.pull(p.source(0), p.reader.hashes_of(1))
+        assert not slow.done()
+        held = pool.match(p.reader.hashes_of(1), NUM_BLOCKS)
+        assert len(held) == NUM_BLOCKS
+        await slow
+        assert pool.num_replicas == NUM_BLOCKS + 3, "the whole budget"
+        assert pool.count_cached(p.reader.hashes_of(0)) == 3
+        pool.unref(held)
 
 
 @virtual

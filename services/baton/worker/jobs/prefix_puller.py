@@ -37,11 +37,14 @@ DEFAULT_PULL_S = 2.0
 class _RunningPull:
     """One running pull.
 
-    unallocated_blocks: blocks it asked for; 0 once it has receiving blocks in the pool
+    num_asked_blocks: blocks it asked for
+    unallocated_blocks: those that are kept for it; 0 once it has receiving blocks in the pool, and while its
+        source reloads, which must not block other pulls
     owner: of what it receives; None: unknown
     makes_replicas: the source's copy stays the better one
     """
 
+    num_asked_blocks: int
     unallocated_blocks: int
     owner: ContentOwner | None
     makes_replicas: bool
@@ -131,7 +134,12 @@ class PrefixPuller:
                 if self._pool.windows.has_windows:  # a part of the prefix is of no use
                     return
                 wanted = replace(wanted, hashes=wanted.hashes[: len(held) + num_missing])
-            running = _RunningPull(unallocated_blocks=num_missing, owner=owner, makes_replicas=makes_replicas)
+            running = _RunningPull(
+                num_asked_blocks=num_missing,
+                unallocated_blocks=0 if source.num_disk_blocks else num_missing,
+                owner=owner,
+                makes_replicas=makes_replicas,
+            )
             await self._pull_missing(source, wanted, needed[len(held)], len(held), running, trace_context)
         finally:
             self._pool.announce(wanted.hashes, 0, len(wanted.hashes), is_end=True, tenant_root=tenant_root)
@@ -167,8 +175,10 @@ class PrefixPuller:
         num_available = (
             0
             if final is None
-            else min(running.unallocated_blocks, final.first_block_index + len(final.block_ids) - num_held)
+            else min(running.num_asked_blocks, final.first_block_index + len(final.block_ids) - num_held)
         )
+        if not running.unallocated_blocks:  # meanwhile other pulls may have taken the budget
+            num_available = max(0, min(num_available, self._num_affordable(are_replicas=running.makes_replicas)))
         windows = self._pool.windows
         entries = entries_from(windows.first_blocks(num_blocks * windows.block_size_tokens), num_blocks)
         if windows.has_windows and num_held + num_available < len(entries):
