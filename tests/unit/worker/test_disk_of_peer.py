@@ -127,6 +127,7 @@ async def test_a_disk_that_does_not_answer_costs_a_reader_a_bounded_time_once() 
         began_s = loop.time()
         assert await p.pulled() == 0
         assert loop.time() - began_s < MIN_PULL_S + 0.1
+        assert p.holder.reloads.totals.late == 1
         await asyncio.sleep(SILENT_S)
         assert not disk_of(p.holder.node).answers
         began_s = loop.time()

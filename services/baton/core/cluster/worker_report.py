@@ -124,7 +124,7 @@ class ReloadCounts:
     """Reloads from slower tiers since the start of a worker.
 
     incomplete: did not load all blocks.
-    late: jobs that have not waited for the end of a reload, because it took too long.
+    late: jobs, here or at peers, that have not waited for the end of a reload, because it took too long.
     """
 
     complete: int = 0

@@ -360,7 +360,8 @@ class TierMetrics(_Family):
             "way",
         )
         self.late_reloads = self._counter(
-            "late_reloads_total", "Jobs that were computed because their reload took longer than that."
+            "late_reloads_total",
+            "Jobs, here or at peers, that were computed because their reload took longer than that.",
         )
         self.prefetches = self._counter(
             "prefetches_total",

@@ -66,7 +66,7 @@ class ReloadTotals:
     """Counters since the start.
 
     incomplete: reloads that did not load all blocks.
-    late: jobs whose reload took as long as computing, so that the rest was computed.
+    late: jobs, here or at peers, whose reload took as long as it was worth, so that the rest was computed.
     predicted_s, actual_s: of the reloads that were complete.
     new_ratios: the first over the second of each of them, until metrics have taken it; the last `MAX_RATIOS`
     """
@@ -142,8 +142,7 @@ class Reloads:
         if first is None:
             return {}
         before = self._pool.lookup_prefix(hashes).num_blocks
-        if await self._until_loaded(first, plan_again, tenant_root, owner):
-            self.totals.late += 1
+        await self._until_loaded(first, plan_again, tenant_root, owner)
         gained = max(0, self._pool.lookup_prefix(hashes).num_blocks - before)
         by_tier: dict[Tier, int] = {}
         for tier, count in first.blocks_by_tier.items():
@@ -181,7 +180,7 @@ class Reloads:
             return None
         num_blocks = len(plan.missing)
 
-        def ended(_: asyncio.Task[bool]) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
             self._num_blocks_for_peers -= num_blocks
 
         loading = self._until_loaded(plan, plan_again, tenant_root, None)
@@ -196,8 +195,8 @@ class Reloads:
         plan_again: Callable[[], ReloadPlan | None],
         tenant_root: BlockHash,
         owner: ContentOwner | None,
-    ) -> bool:
-        """Run a plan, after a reload of the same blocks that runs already. Returns True if it was late."""
+    ) -> None:
+        """Run a plan, after a reload of the same blocks that runs already. Counts it if it was late."""
         plan: ReloadPlan | None = first
         is_late = False
         try:
@@ -213,8 +212,8 @@ class Reloads:
         except TimeoutError:
             is_late = True
         if is_late:
+            self.totals.late += 1
             log.warning("prefix_reload_late", num_blocks=len(first.chain), predicted_s=first.predicted_s)
-        return is_late
 
     def _use(self, hashes: Sequence[BlockHash], owner: ContentOwner | None) -> None:
         """Put the prefix that is on the device into the order of eviction anew."""
