@@ -180,6 +180,12 @@ def _can_read(w: WorkerTable, reader: int | slice, source: int | slice) -> Mask:
     return can_read
 
 
+def has_windows(w: WorkerTable, worker: int) -> bool:
+    """True if a worker's model has sliding windows, so that a shorter prefix needs other blocks."""
+    group = w.kv_groups[int(w.reported.kv_group.item(worker))]
+    return group.layout.windows.has_windows
+
+
 def any_worker(mask: Mask) -> bool:
     """Return `mask.any()`, several times faster for a hundred workers."""
     return bool(np.count_nonzero(mask))

@@ -12,7 +12,7 @@ import numpy as np
 from baton.core.reload_limits import MAX_PULL_S, PEER_RELOAD_SHARE
 from baton.scheduler.policies.candidate_costs import LocalPrefill
 from baton.scheduler.policies.cost_terms import PrefillTerms, PrefixOption
-from baton.scheduler.policies.eligibility import any_worker, readers_of, sources_of
+from baton.scheduler.policies.eligibility import any_worker, has_windows, readers_of, sources_of
 from baton.scheduler.policies.placement_inputs import PlacementInputs
 from baton.scheduler.policies.reload_costs import host_reload_s
 from baton.scheduler.prediction.predict import peer_reload_limit_s, tier_reload_s
@@ -72,8 +72,7 @@ def _most_blocks(inputs: PlacementInputs, holder: int) -> float:
     num_in_time = max(0, floor((PEER_RELOAD_SHARE * MAX_PULL_S - start_s) / block_s))
     if num_in_time >= num_disk:
         return num_held
-    has_windows = inputs.workers.kv_groups[int(reported.kv_group.item(holder))].layout.windows.has_windows
-    return num_in_memory if has_windows else num_in_memory + num_in_time
+    return num_in_memory if has_windows(inputs.workers, holder) else num_in_memory + num_in_time
 
 
 def _options_of(inputs: PlacementInputs, holder: int) -> list[PrefixOption]:
