@@ -28,7 +28,11 @@ from transformers import (
 from baton.core.errors import ModelError
 from baton.model.attention.attention_inputs import AttentionStep
 from baton.model.attention.paged_attention import PAGED, paged_attention
+from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.linear.pack_model import rounds_activations
+from baton.model.linear.packer import WeightPacker
 from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.verification import verify_backend
 from baton.model.verification.verify_backend import verify_logits, verify_masks
 from tests.model_families import TINY
 
@@ -133,6 +137,49 @@ def test_kernel_that_ignores_sinks_is_refused(save: Callable[[PreTrainedConfig],
 def test_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
     with pytest.raises(ModelError, match="computes different logits"):
         verify_logits(load_model(tiny_dir, device="cpu"), 16, kernel=kernel)
+
+
+@pytest.fixture
+def coded(tiny_dir: Path) -> LoadedModel:
+    """A model whose products round activations to 8 bits."""
+    return load_model(
+        tiny_dir,
+        device="cpu",
+        dtype="bfloat16",
+        weights="int8",
+        packer_for=lambda dtype: WeightPacker(load_kernels(1), dtype=dtype, native_is_faster=True),
+    )
+
+
+def rounds_otherwise(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
+) -> torch.Tensor:
+    attended = paged_attention(query, layer, step, scaling, window)
+    return attended * (1 + torch.finfo(attended.dtype).eps)
+
+
+def test_rounded_activations_may_differ_as_much_as_the_last_bits_of_embeddings_explain(
+    coded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rounds_activations(coded.model)
+    monkeypatch.setattr(verify_backend, "_ROUNDED_LIMIT", 1e-6)
+    monkeypatch.setattr(verify_backend, "_NOISE_FACTOR", 0.0)
+    verify_logits(coded, 16, kernel=rounds_otherwise)
+    monkeypatch.setattr(verify_backend, "_CODED_FACTOR", 1e-6)
+    with pytest.raises(ModelError, match="computes different logits"):
+        verify_logits(coded, 16, kernel=rounds_otherwise)
+
+
+def sees_no_context(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
+) -> torch.Tensor:
+    return paged_attention(query, layer, step, scaling, 1)
+
+
+@pytest.mark.parametrize("kernel", [sees_no_context, reads_unwritten_slots])
+def test_wrong_kernel_is_refused_with_rounded_activations(coded: LoadedModel, kernel: Any) -> None:
+    with pytest.raises(ModelError, match="computes different logits"):
+        verify_logits(coded, 16, kernel=kernel)
 
 
 def wrong_for_long_contexts(

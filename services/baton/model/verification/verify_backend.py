@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from baton.core.errors import BatonError, ModelError
@@ -34,6 +35,9 @@ _FLOAT32_LIMIT = 1e-3
 _ROUNDED_LIMIT = 0.1
 """Relative error of the logits that rounding may cause, in float32, and where numbers are rounded to fewer
 bits: in half precision, and in products with codes, which round activations to 8 bits."""
+_CODED_FACTOR, _MAX_CODED_LIMIT = 2.0, 0.4
+"""Products with codes round activations to 8 bits, so that any other rounding before them changes some codes.
+Allowed error as a multiple of what other embeddings in the last bit change, and its upper bound."""
 _INT8_KV_LIMIT = 0.1
 """Relative error of the logits that KV in int8 may cause."""
 _NOISE_FACTOR = 10.0
@@ -200,6 +204,7 @@ def _check_logits(
     with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
         reference = [_logits(loaded, prompt[None])[0] for prompt in prompts]
         batched = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
+        effect = _effect_of_last_bits(loaded, prompts, reference) if rounds_activations(loaded.model) else 0.0
     is_rounded = loaded.dtype != torch.float32 or rounds_activations(loaded.model)
     noise = _difference(batched, reference, is_rounded=is_rounded)
     with nullcontext(forward) if forward is not None else closing(ModelForward(loaded.model)) as computing:
@@ -217,6 +222,7 @@ def _check_logits(
     ]
     error = float(np.max(errors))  # NaN if any error is NaN
     limit = max(_ROUNDED_LIMIT if is_rounded else _FLOAT32_LIMIT, _NOISE_FACTOR * noise)
+    limit = max(limit, min(_CODED_FACTOR * effect, _MAX_CODED_LIMIT))
     is_int8 = loaded.kv_dtype == INT8
     limit = max(limit, _INT8_KV_LIMIT) if is_int8 else limit
     if not error <= limit:
@@ -232,6 +238,27 @@ def _check_logits(
 def _logits(loaded: LoadedModel, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
     logits: torch.Tensor = loaded.model(input_ids=tokens.to(loaded.device), use_cache=False, **arguments).logits
     return logits.float().cpu()
+
+
+def _effect_of_last_bits(
+    loaded: LoadedModel, prompts: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
+) -> float:
+    """Return how much the logits change if the embeddings change in their last bit, as `_difference` does.
+
+    reference: the logits of `prompts`. The present attention is used.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_module: nn.Module, _args: object, embeddings: torch.Tensor) -> torch.Tensor:
+        up = torch.randint(0, 2, embeddings.shape, generator=generator).to(embeddings.device) * 2 - 1
+        return embeddings * (1 + torch.finfo(embeddings.dtype).eps * up).to(embeddings.dtype)
+
+    hook = loaded.model.get_input_embeddings().register_forward_hook(change)
+    try:
+        changed = [_logits(loaded, prompt[None])[0] for prompt in prompts]
+    finally:
+        hook.remove()
+    return _difference(changed, reference, is_rounded=True)
 
 
 def _paged_passes(
