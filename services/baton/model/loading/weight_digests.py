@@ -86,7 +86,7 @@ def _hash(
         return {}
     num_bytes, begin_s = sum(path.stat().st_size for path in paths), time.perf_counter()
     if num_bytes >= NOTABLE_BYTES:
-        say(f"hashes the weights ({num_bytes / 1e9:.1f} GB), once per machine and version of the files")
+        say(f"hashes the weights ({num_bytes / 1e9:.1f} GB), once as long as the cache is kept")
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hash") as pool:
         digests = dict(zip(paths, pool.map(lambda path: _hash_file(path, cache, clock), paths), strict=True))
     elapsed_s = round(time.perf_counter() - begin_s, 3)

@@ -112,7 +112,7 @@ class DiskTier:
         num_stored_at_once = num_rows // 2
         self._store_rows = range(num_stored_at_once)
         self._load_rows = StagingRows(range(num_stored_at_once, num_rows))
-        # As small as lets all readers take part: one that reads block after block waits for the disk each time.
+        # Small enough that all readers take part: a single one would wait for the disk at each block.
         self._part_blocks = max(1, min(self._load_rows.num_rows // NUM_READERS, COPY_BYTES // block_bytes))
         self._speed = TierSpeed(block_bytes)
         self._stage_s, self._num_stores = 0.0, 0
