@@ -72,7 +72,7 @@ class _NoFiles(selectors.BaseSelector):
         self._keys.clear()
 
 
-class _Quick:
+class _HandleWithoutDebug:
     """Constructor of asyncio's handles without their debug information, which takes less time."""
 
     if not TYPE_CHECKING:  # mypy does not see that the attributes have their place in asyncio's classes
@@ -88,13 +88,13 @@ class _Quick:
         self._source_traceback = None
 
 
-class _Callback(_Quick, asyncio.Handle):
+class _Callback(_HandleWithoutDebug, asyncio.Handle):
     """A callback that takes less time to create."""
 
     __slots__ = ()
 
 
-class _Timer(_Quick, asyncio.TimerHandle):
+class _Timer(_HandleWithoutDebug, asyncio.TimerHandle):
     """A timer that takes less time to create, compare and cancel."""
 
     __slots__ = ()
