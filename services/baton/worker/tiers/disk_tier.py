@@ -24,6 +24,7 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
 from baton.worker.disk.disk_format import DiskDefect, SlotHeader
 from baton.worker.disk.disk_runner import NUM_READERS, DiskRunner
+from baton.worker.disk.header_marks import HeaderMarks, HeaderStore
 from baton.worker.disk.os_file import NoAnswer
 from baton.worker.tiers.host_tier import TierTotals
 from baton.worker.tiers.running_calls import MAX_STOP_S, RunningCalls
@@ -42,7 +43,7 @@ MEASURED_BLOCKS = 8
 """Most blocks that are read or written at start to measure the speed."""
 
 
-class BlockStore(Protocol):
+class BlockStore(HeaderStore, Protocol):
     """Blocks in the slots of a file, see `worker.disk.block_file.BlockFile`. Methods block, except
     `sequence`."""
 
@@ -50,17 +51,11 @@ class BlockStore(Protocol):
     held: list[SlotHeader]
     defects: "Counter[DiskDefect]"
 
-    def sequence(self, slot: int) -> int: ...
-
     def probe(self, slots: Sequence[int], rows: Sequence[int]) -> None: ...
 
     def write(self, blocks: Mapping[int, BlockToStore], rows: Sequence[int]) -> None: ...
 
     def read(self, hashes: Mapping[int, BlockHash], rows: Sequence[int]) -> list[DiskDefect | None]: ...
-
-    def drop(self, sequences: Mapping[int, int]) -> None: ...
-
-    def announce(self, sequences: Mapping[int, int]) -> None: ...
 
     def erase(self, tenant_root: BlockHash) -> int: ...
 
@@ -121,9 +116,7 @@ class DiskTier:
         self._calls = RunningCalls()
         self._num_silent_reads = 0
         self._is_stuck = False
-        self._to_drop: dict[int, int] = {}  # sequence numbers by slot
-        self._to_announce: dict[int, int] = {}
-        self._is_marking = False
+        self._marks = HeaderMarks(store, disk_runner, self._calls.start)
 
     @property
     def stores_busy_s(self) -> float:
@@ -218,15 +211,13 @@ class DiskTier:
 
     def announce(self, block_hash: BlockHash) -> None:
         if (slot := self.slots.announce(block_hash)) is not None:
-            self._to_announce[slot] = self._store.sequence(slot)
-            self._mark()
+            self._marks.announce((slot,))
 
     def discard(self, block_hash: BlockHash) -> None:
         slot = self.slots.slot_of(block_hash)
         self.slots.discard(block_hash)
         if slot is not None:
-            self._to_drop[slot] = self._store.sequence(slot)
-            self._mark()
+            self._marks.drop((slot,))
 
     async def erase_tenant(self, tenant_root: BlockHash) -> int:
         return await self._calls.to_its_end(self._erase(tenant_root))
@@ -277,7 +268,6 @@ class DiskTier:
             if isinstance(error, OSError):
                 self._store_after_s = max(self._store_after_s, loop.time() + STORE_PAUSE_S)
             self._note_stuck(error)
-        sequences = {slot: self._store.sequence(slot) for slot in filling}
         num_stored = self.slots.end_fill(filling, is_complete=is_complete)
         if is_complete:
             took_s = loop.time() - began_s
@@ -286,12 +276,12 @@ class DiskTier:
             self.totals.stored_bytes += num_bytes
             self.totals.store_s += took_s
         # Content that was discarded meanwhile has a valid header, and so may what was in the slots before.
-        for slot, block in filling.items():
-            if not self.slots.has_content(slot):
-                self._to_drop[slot] = sequences[slot]
-            elif self.slots.content_of(slot).is_announced > block.is_announced:
-                self._to_announce[slot] = sequences[slot]
-        self._mark()
+        self._marks.drop(slot for slot in filling if not self.slots.has_content(slot))
+        self._marks.announce(
+            slot
+            for slot, block in filling.items()
+            if self.slots.has_content(slot) and self.slots.content_of(slot).is_announced > block.is_announced
+        )
         return num_stored
 
     async def _probe(self) -> int:
@@ -318,30 +308,9 @@ class DiskTier:
                 return await self._disk_runner.write(partial(self._store.erase, tenant_root), 0)
         except OSError as error:
             self._note_stuck(error)
-            lost = [slot for slot in slots if not self.slots.has_content(slot)]
-            self._to_drop |= {slot: self._store.sequence(slot) for slot in lost}  # the next process must not use it
-            self._mark()
+            # The next process must not use it.
+            self._marks.drop(slot for slot in slots if not self.slots.has_content(slot))
             raise
-
-    def _mark(self) -> None:
-        """Change the headers of slots that wait for it soon, for the next process."""
-        if (self._to_drop or self._to_announce) and not self._is_marking:
-            self._is_marking = True
-            self._calls.start(self._mark_waiting())
-
-    async def _mark_waiting(self) -> None:
-        """Change what waits for it, all at once, until nothing does."""
-        try:
-            while self._to_drop or self._to_announce:
-                dropped, self._to_drop = self._to_drop, {}
-                announced, self._to_announce = self._to_announce, {}
-                await self._disk_runner.write(partial(self._write_marks, dropped, announced), 0)
-        finally:
-            self._is_marking = False
-
-    def _write_marks(self, dropped: Mapping[int, int], announced: Mapping[int, int]) -> None:
-        self._store.announce(announced)
-        self._store.drop(dropped)
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
