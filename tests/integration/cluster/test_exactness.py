@@ -1,5 +1,9 @@
-"""Tokens of every topology equal the reference: real processes, real transfers, float32."""
+"""Tokens of every topology equal the reference in float32, and with KV in int8 those of one worker.
 
+Processes and transfers are real.
+"""
+
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from baton.core.request import Sampling
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
@@ -26,6 +31,8 @@ from tests.times import LONG_TIMES
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 DEMO_VOCAB = 4096
+INT8_BLOCK_BYTES = 16 * 6 * 2 * 2 * (64 + 2)
+"""KV in int8 of 16 tokens of the demo model: per head 64 bytes and a scale of 2 bytes, 52 % of bfloat16."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -38,6 +45,12 @@ def check(checker: ExactnessChecker, responses: list[Response]) -> Exactness:
     assert [response.failure for response in responses if response.failure] == []
     assert all(response.is_complete for response in responses)
     return checker.check([answer for response in responses for answer in response.answers()])
+
+
+def kv_bytes(response: Response) -> int:
+    """Return the bytes of KV that an answer has pulled."""
+    assert response.timeline is not None
+    return sum(leg.kv_bytes for leg in response.timeline.legs)
 
 
 async def test_disaggregated_answers_over_nixl_are_exact(
@@ -134,6 +147,29 @@ async def test_answers_of_other_topologies_are_exact(
         await cluster.check_clean()
         await auditor.audit(cluster)
     check(checker, responses)
+
+
+async def test_answers_with_kv_in_int8_are_those_of_one_worker() -> None:
+    """One request at a time, so that both topologies run the same steps and logprobs are equal, too."""
+    rng = Random(6)
+    sampling = Sampling(max_tokens=24, temperature=0.0, num_logprobs=5, ignore_eos=True)
+    requests = [
+        Request(prompt=tuple(rng.choices(range(4, DEMO_VOCAB), k=length)), sampling=sampling)
+        for length in (1, 16, 17, 100, 333, 700)
+    ]
+    settings = {"dtype": "bfloat16", "kv_dtype": "int8", "transfer": "nixl", "speculate": "off", **LONG_TIMES}
+    async with process_cluster(prefill=1, decode=1, **settings) as cluster:
+        apart = await send_all(cluster, requests, in_flight=1)
+        await cluster.check_clean()
+        await asyncio.gather(cluster.stop_one("p0"), cluster.stop_one("d0"), cluster.start_worker("h0"))
+        await cluster.until_workers("h0")
+        together = await send_all(cluster, requests, in_flight=1)
+        await cluster.check_clean()
+    assert all(response.is_complete for response in apart + together)
+    assert [response.answers() for response in apart] == [response.answers() for response in together]
+    num_blocks = [-(-len(request.prompt) // 16) for request in requests]
+    assert [kv_bytes(response) for response in apart] == [number * INT8_BLOCK_BYTES for number in num_blocks]
+    assert not any(kv_bytes(response) for response in together)
 
 
 @pytest.mark.long  # `make test` covers this by test_model_exactness.py, in one process
