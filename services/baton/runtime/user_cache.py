@@ -50,11 +50,30 @@ def use(path: Path) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes. It ends with the process that holds it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
+    """Hold a lock among processes. It ends with the process that holds it. Its file is removed at the end.
+
+    waits: False raises BlockingIOError if another process holds it. Raises OSError where there are no locks.
+    """
+    operation = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, operation)
+            if not _is_file_at(path, file.fileno()):
+                continue  # it was removed meanwhile, and others lock the next one
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    path.unlink()  # still locked, so that it is not the file of another holder
+            return
+
+
+def _is_file_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def publish(made: Path, final: Path) -> None:

@@ -1,8 +1,10 @@
 """Tests files in the user's cache: who is trusted, how they appear, and which are removed."""
 
+import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -48,6 +50,39 @@ def test_a_file_appears_whole_and_belongs_to_its_owner(tmp_path: Path) -> None:
     user_cache.publish(new, final)
     assert not new.exists()
     assert (final.stat().st_size, stat.S_IMODE(final.stat().st_mode)) == (5, 0o644)
+
+
+def test_a_lock_is_held_by_one_process_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    for _ in range(2):
+        with user_cache.locked(path):
+            with pytest.raises(BlockingIOError), user_cache.locked(path, waits=False):
+                pass
+            assert path.exists()
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("has_next", [False, True])
+def test_a_lock_whose_file_was_removed_meanwhile_is_not_held(
+    has_next: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last holder removes it while this process waits. The next one may have created another."""
+    path, lock, waited = tmp_path / "lock", fcntl.flock, list[int]()
+
+    def wait(file: IO[str], operation: int) -> None:
+        if not waited:
+            path.unlink()
+            if has_next:
+                path.touch()
+        waited.append(operation)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", wait)
+    with user_cache.locked(path):
+        assert len(waited) == 2
+        with pytest.raises(BlockingIOError), user_cache.locked(path, waits=False):
+            pass
+    assert not path.exists()
 
 
 def test_the_oldest_files_are_removed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests files of packed models: what is mapped equals what was packed, and no damaged file is used."""
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ from baton.model.backends.backend_selection import choose_backend
 from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.linear.linear import Linear
 from baton.model.linear.packer import WeightPacker
+from baton.model.loading import model_loader
 from baton.model.loading.image import image_cache, image_model
 from baton.model.loading.image.image_cache import PackedModelCache, image_key
 from baton.model.loading.image.image_file import ImageFile, ImageUnusable, ImageWriter, checksum
 from baton.model.loading.image.image_model import probe_logits
 from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.runtime import user_cache
 from tests.model_families import TINY
 from tests.unit.model.loading.quantised_models import QWEN3, write_checkpoint
 from tests.unit.model.loading.test_published_layouts import CONFIGS
@@ -207,7 +210,7 @@ def test_without_space_weights_stay_in_memory(
     expected = logits_of(load(tiny, cache))
     the_file(cache).unlink()
     assert torch.equal(logits_of(load(tiny, cache, max_bytes=max_bytes)), expected)
-    assert not [path for path in cache.iterdir() if not path.name.startswith("lock-")]
+    assert not list(cache.iterdir())
     assert ("set --weight-cache to more" in caplog.text) == bool(max_bytes)
 
 
@@ -236,6 +239,35 @@ def test_what_a_killed_worker_left_is_removed(tiny: Path, cache: Path) -> None:
     os.utime(left[1], (1, 1))
     load(tiny, cache)
     assert [path.exists() for path in left] == [False, False, True], "the last one may be written right now"
+
+
+def test_locks_of_killed_workers_are_removed(tiny: Path, cache: Path) -> None:
+    cache.mkdir()
+    left, held = cache / "lock-left", cache / "lock-held"
+    left.touch()
+    with user_cache.locked(held):
+        load(tiny, cache)
+        assert [path.name for path in cache.glob("lock-*")] == [held.name]
+
+
+def test_models_are_packed_at_the_same_time(
+    tiny: Path, save: Callable[[PreTrainedConfig], Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is packed in the middle of the other, whose lock it does not need. Their keys begin alike."""
+    other, loaded = save(LlamaConfig(**TINY)), list[LoadedModel]()
+    lock, key, load_plain = fcntl.flock, image_cache.image_key, model_loader._load_plain
+
+    def after_the_other(*arguments: Any) -> Any:
+        monkeypatch.setattr(model_loader, "_load_plain", load_plain)
+        loaded.append(load(other, cache))
+        return load_plain(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", lambda file, operation: lock(file, operation | fcntl.LOCK_NB))
+    monkeypatch.setattr(image_cache, "image_key", lambda *facts: "0" + key(*facts))
+    monkeypatch.setattr(model_loader, "_load_plain", after_the_other)
+    loaded.append(load(tiny, cache))
+    assert all(each.mapped_bytes for each in loaded)
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_memory_for_a_file_is_required(tiny: Path, cache: Path) -> None:

@@ -27,6 +27,7 @@ log = get_logger(__name__)
 
 _SUFFIX = ".weights"
 _UNFINISHED = "new-"
+_LOCK = "lock-"
 _FORMAT = "weight_format"
 RESERVED_BYTES = 1 << 30
 """Bytes of the disk that are left to others."""
@@ -90,7 +91,7 @@ class PackedModelCache:
         with ExitStack() as stack:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(user_cache.locked(self._directory / f"lock-{path.name[0]}"))
+                stack.enter_context(user_cache.locked(self._directory / f"{_LOCK}{path.stem}"))
                 found = _read(path, source, packer)  # made by another worker meanwhile
                 return found or self._make(path, source, packer)
             except OSError as error:
@@ -127,12 +128,16 @@ class PackedModelCache:
             made.unlink(missing_ok=True)
 
     def _remove_unfinished(self, key: str) -> None:
-        """Remove what killed processes left: files of this key, which is locked, and old ones of others."""
+        """Remove what killed processes left: files of this key, which is locked, old ones of others, and
+        locks."""
         for left in self._directory.glob(f"{_UNFINISHED}*"):
             with suppress(FileNotFoundError):
                 is_old = time.time() - left.stat().st_mtime > ABANDONED_S
                 if is_old or left.name.startswith(f"{_UNFINISHED}{key}-"):
                     left.unlink()
+        for lock in self._directory.glob(f"{_LOCK}*"):
+            with suppress(OSError), user_cache.locked(lock, waits=False):
+                pass  # no process holds it, so it is removed here
 
 
 def image_key(fingerprint: str, packer: WeightPacker) -> str:
