@@ -229,9 +229,13 @@ class RequestLoop:
 
 @pytest.fixture(scope="module")
 def cluster(hosts: Hosts) -> Iterator[Cluster]:
+    """A cluster whose workers serve, one on `node-p` and one on `node-d`, so that a test can run alone."""
     with ExitStack() as stack:
         # A key, because without keys only a process of the gateway's machine may drain workers.
-        yield Cluster(hosts, stack, api_key=new_key())
+        cluster = Cluster(hosts, stack, api_key=new_key())
+        cluster.until_ready()
+        cluster.until(lambda: cluster.workers().keys() == {"prefill-0", "decode-0"}, "two workers")
+        yield cluster
 
 
 def test_up_on_an_existing_ray_cluster_serves_and_removes_its_processes(hosts: Hosts, tmp_path: Path) -> None:
@@ -274,8 +278,7 @@ def test_up_on_an_existing_ray_cluster_serves_and_removes_its_processes(hosts: H
 
 
 def test_fleet_places_by_role_and_refuses_a_node_with_another_release(cluster: Cluster) -> None:
-    cluster.until_ready()
-    workers = cluster.until(lambda: len(found := cluster.workers()) == 2 and found, "two workers")
+    workers = cluster.workers()
     addresses = {host.name: host.address for host in cluster.hosts.hosts}
     assert {name: (worker["host"], worker["worker"]["address"].split(":")[0]) for name, worker in workers.items()} == {
         "prefill-0": ("node-p", addresses["node-p"]),
