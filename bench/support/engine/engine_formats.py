@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 
 from baton.model.loading.gguf.gguf_file import GgufFile
+from baton.model.loading.gguf.gguf_parts import part_paths
 from bench.support.engine.engine_cells import CELLS_BY_NAME
 from bench.support.roofline import Needs
 from bench.systems.engines import ALONE, BATON, LLAMA, TRANSFORMERS, VLLM, VLLM_FLOAT32
@@ -101,8 +102,8 @@ def needs_of_file(directory: Path, file: Path) -> Needs:
 
 
 def file_weights(file: Path) -> tuple[int, int]:
-    """Return the number of weights in a GGUF file, and the bytes of those that a decode step reads."""
-    tensors = GgufFile(file).tensors
+    """Return the number of weights in a GGUF file, all its parts, and the bytes that a decode step reads."""
+    tensors = GgufFile(*part_paths(file)).tensors
     is_tied = "output.weight" not in tensors
     read = [tensor.num_bytes for name, tensor in tensors.items() if is_tied or name != "token_embd.weight"]
     return sum(prod(tensor.shape) for tensor in tensors.values()), sum(read)

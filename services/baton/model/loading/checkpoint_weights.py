@@ -19,8 +19,8 @@ from baton.model.linear.quantise import quantise
 from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weights import GROUP_SIZES, FloatWeight, Weight
 from baton.model.loading.gguf.gguf_file import GgufFile
+from baton.model.loading.gguf.gguf_parts import gguf_files
 from baton.model.loading.gguf.gguf_source import GgufSource
-from baton.model.loading.model_fingerprint import gguf_file
 from baton.model.loading.quantised.layouts import layout_of
 from baton.model.loading.safetensors_source import SafetensorsSource
 from baton.model.loading.skeleton import DEQUANTISED_BYTES, Coder, WeightPolicy, assign_weights, build_skeleton
@@ -59,7 +59,7 @@ class LoadOptions:
 def is_loaded_by_module(path: Path, config: PreTrainedConfig, weights: str) -> bool:
     """True if a model's weights are quantised, or are to become so. transformers loads all others."""
     is_quantised = getattr(config, "quantization_config", None) is not None
-    return weights != "auto" or is_quantised or gguf_file(path) is not None
+    return weights != "auto" or is_quantised or bool(gguf_files(path))
 
 
 class PendingModel:
@@ -192,9 +192,8 @@ def open_by_module(
 def _source(
     path: Path, model: PreTrainedModel, config: PreTrainedConfig, *, is_text_part: bool
 ) -> Iterator[WeightSource]:
-    file = gguf_file(path)
-    if file is not None:
-        yield GgufSource(GgufFile(file), config)
+    if parts := gguf_files(path):
+        yield GgufSource(GgufFile(*parts), config)
         return
     quantization: Any = getattr(config, "quantization_config", None)
     layout = None if quantization is None else layout_of(quantization)

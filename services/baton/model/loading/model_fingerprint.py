@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
-from baton.model.loading.gguf.gguf_cache import GGUF_LINK
+from baton.model.loading.gguf.gguf_parts import gguf_files
 from baton.model.loading.weight_digests import weight_digests
 
 _Fact = TypeVar("_Fact")
@@ -78,12 +78,6 @@ def num_weights(model_dir: Path, is_used: Callable[[str], object] = bool) -> int
     return sum(size for name, size in tensor_sizes(model_dir).items() if is_used(name))
 
 
-def gguf_file(model_dir: Path) -> Path | None:
-    """Return the GGUF file that holds the weights of a model directory; None if it has safetensors."""
-    path = model_dir / GGUF_LINK
-    return path.resolve() if path.is_file() else None
-
-
 def model_fingerprint(
     model_dir: Path, config: dict[str, Any], dtype: str, say: Callable[[str], object] = lambda text: None
 ) -> str:
@@ -98,8 +92,7 @@ def model_fingerprint(
     """
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"baton-model")
     content = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
-    gguf = gguf_file(model_dir)
-    files = [gguf] if gguf is not None else weight_files(model_dir)
+    files = gguf_files(model_dir) or weight_files(model_dir)
     for part in (dtype, json.dumps(content, sort_keys=True, default=str), *weight_digests(files, say=say)):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     return digest.hexdigest()

@@ -21,14 +21,9 @@ from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
 from baton.model.linear.packer import WeightPacker
 from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
+from baton.model.loading.gguf.gguf_parts import gguf_files
 from baton.model.loading.image.image_cache import NO_CACHE, ModelSource, PackedModelCache, load_unshared
-from baton.model.loading.model_fingerprint import (
-    gguf_file,
-    model_fingerprint,
-    num_weights,
-    tensor_dtypes,
-    tensor_sizes,
-)
+from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_dtypes, tensor_sizes
 from baton.model.loading.model_support import OVERFLOWS_FLOAT16, causal_lm_class, kv_heads
 from baton.model.loading.quantised.stated_config import require_plain, stated_quantisation
 from baton.model.loading.skeleton import build_skeleton
@@ -163,7 +158,7 @@ def _configure(path: Path, config: PreTrainedConfig, *, is_text_part: bool) -> N
 
 def _require_description(path: Path, config: PreTrainedConfig, *, is_text_part: bool) -> None:
     """Raise ModelError if the weights are quantised, and nothing says how."""
-    if getattr(config, "quantization_config", None) is None and gguf_file(path) is None:
+    if getattr(config, "quantization_config", None) is None and not gguf_files(path):
         is_own = own_name if is_text_part else bool
         require_plain(path, {name: dtype for name, dtype in tensor_dtypes(path).items() if is_own(name)})
 

@@ -14,6 +14,7 @@ from baton.model.loading.model_source import DEMO_DIR
 
 Pick = Callable[[str], int]
 """Returns the number of the tensor type of a matrix, from its name in the file."""
+NO_OPTIONS: Mapping[str, Any] = {}
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 """Architectures whose rows of queries and keys llama.cpp puts into pairs."""
 
@@ -77,16 +78,18 @@ def write_gguf(
     pick: Pick = lambda name: 0,
     extra: Callable[[Any], None] = lambda writer: None,
     tokenizer: Callable[[Any], None] = demo_tokenizer_metadata,
+    writer_options: Mapping[str, Any] = NO_OPTIONS,
 ) -> dict[str, torch.Tensor]:
     """Write a model of an architecture of llama.cpp. Returns the weights that the file stands for, by name.
 
     Matrices of a quantised type get random blocks instead of `state`; the result has what they dequantise to.
+    writer_options: of `GGUFWriter`, such as `split_max_tensors`, which makes it write several parts.
     """
     import gguf
 
     arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **writer_options)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

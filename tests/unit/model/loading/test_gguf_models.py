@@ -356,15 +356,6 @@ def test_tensors_without_a_place_are_refused_by_name(name: str, tmp_path: Path) 
         load_model(convert(path), device="cpu")
 
 
-def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    config = LlamaConfig(**sizes())
-    write_gguf(
-        tmp_path / "m.gguf", "llama", config, random_state(config), extra=lambda w: w.add_uint16("split.count", 3)
-    )
-    with pytest.raises(ModelError, match="one of 3 parts"):
-        convert(tmp_path / "m.gguf")
-
-
 @pytest.mark.parametrize(("model", "pre"), [("gpt2", "no-such-split"), ("bert", "qwen2")])
 def test_unknown_tokenizers_are_refused_by_name(tmp_path: Path, model: str, pre: str) -> None:
     config = LlamaConfig(**sizes())

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_parts import part_paths
 from baton.runtime.logging import get_logger
 from baton.runtime.process.process import python_module
 from baton.runtime.user_cache import cache_directory, file_identity
@@ -21,8 +22,6 @@ log = get_logger(__name__)
 
 MAX_DIRECTORIES = 16
 """Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
-GGUF_LINK = "model.gguf"
-"""Link to the GGUF file in the directory that is made from it."""
 CONVERTER = "baton.model.loading.gguf.gguf_directory"
 CONVERSION = 4
 """Counts changes of the converter's results."""
@@ -48,8 +47,9 @@ def is_gguf(path: Path) -> bool:
 def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | None = None) -> Path:
     """Return the model directory of a GGUF file, made by `convert` unless it is in the cache.
 
-    The key covers path, inode, size and times of the file, and the versions of the libraries that convert it.
-    Raises ModelError if the file is damaged or not supported, or if the cache cannot be written.
+    path: of the file, or of any part of a split one. The key covers path, inode, size and times of each part,
+    and the versions of the libraries that convert it. Raises ModelError if the file is damaged, incomplete or
+    not supported, or if the cache cannot be written.
     """
     root = cache if cache is not None else default_gguf_cache()
     try:
@@ -61,7 +61,8 @@ def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | 
         with tempfile.TemporaryDirectory(dir=root, prefix=_UNFINISHED) as new:
             made = Path(new) / "model"
             made.mkdir()
-            (convert or _convert_in_process)(path.resolve(), made)
+            # not resolved, because its own name leads to the other parts
+            (convert or _convert_in_process)(path.absolute(), made)
             try:
                 made.rename(directory)
             except OSError:
@@ -80,7 +81,8 @@ def default_gguf_cache() -> Path:
 
 def _key(path: Path) -> str:
     versions = [version(library) for library in ("transformers", "tokenizers")]
-    content = json.dumps([*file_identity(path), CONVERSION, *versions])
+    parts = [fact for part in part_paths(path) for fact in file_identity(part)]
+    content = json.dumps([*parts, CONVERSION, *versions])
     return blake2b(content.encode(), digest_size=16).hexdigest()
 
 

@@ -14,28 +14,25 @@ from typing import Any, cast
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE
-from baton.model.loading.gguf.gguf_cache import GGUF_LINK
 from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
+from baton.model.loading.gguf.gguf_parts import link_names, part_paths
 from baton.model.loading.gguf.gguf_tokenizer import chat_templates, gguf_tokenizer, tokenizer_config
 from baton.model.loading.gguf.gguf_tokens import end_token_ids, mistyped_tokens
 from baton.model.loading.gguf.gguf_types import dtype_of, floats_of
 
 
 def write_gguf_directory(path: Path, directory: Path) -> list[str]:
-    """Write configuration, tokenizer, chat templates and a link to the file `path` into an empty directory.
+    """Write configuration, tokenizer, chat templates and links to the file's parts into an empty directory.
 
+    path: of the file, or of any part of a split one.
     Returns the texts of the tokens whose types were wrong. The same file gives the same bytes. Raises
     ModelError if the file is damaged or not supported, OSError if the directory cannot be written.
     """
-    file = GgufFile(path)
-    metadata = GgufMetadata(path, file.metadata)
-    parts = metadata.optional_integer("split.count", of_architecture=False) or 1
-    if parts > 1:
-        raise ModelError(
-            f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` and give the result"
-        )
+    parts = part_paths(path)
+    file = GgufFile(*parts)
+    metadata = GgufMetadata(file.path, file.metadata)
     shapes = {name: entry.shape for name, entry in file.tensors.items()}
     divisors = {name: _values(file, name) for name in LONGROPE_TENSORS.values() if name in shapes}
     config = gguf_config(metadata, shapes, divisors)
@@ -54,7 +51,8 @@ def write_gguf_directory(path: Path, directory: Path) -> list[str]:
             target = directory / "chat_template.jinja"
         target.parent.mkdir(exist_ok=True)
         target.write_text(template, "utf-8")
-    (directory / GGUF_LINK).symlink_to(path.resolve())
+    for name, part in zip(link_names(len(parts)), parts, strict=True):
+        (directory / name).symlink_to(part.resolve())
     return mistyped_tokens(metadata)
 
 

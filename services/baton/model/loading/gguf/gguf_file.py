@@ -15,6 +15,7 @@ import torch
 
 from baton.core.errors import ModelError
 from baton.model.loading.gguf.gguf_cache import MAGIC
+from baton.model.loading.gguf.gguf_parts import require_together
 from baton.model.loading.gguf.gguf_types import block_shape, type_name
 
 VERSIONS = (2, 3)
@@ -42,25 +43,44 @@ class TensorEntry:
 class GgufFile:
     """A mapped GGUF file: metadata, table of tensors, and their bytes.
 
-    Raises ModelError if the file is not a readable GGUF file, or is cut short.
+    Raises ModelError if a file is not a readable GGUF file or is cut short, or if parts do not belong
+    together.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read as a GGUF file ({error}); download or copy it again") from error
-        cursor = _Cursor(self._map, path)
-        num_tensors = cursor.count("the number of tensors", MAX_TENSORS)
-        self.metadata: Mapping[str, Any] = _read_metadata(cursor)
-        self.tensors: Mapping[str, TensorEntry] = _read_tensors(cursor, self.metadata, num_tensors)
+    def __init__(self, *parts: Path) -> None:
+        """parts: the file, or all parts of a split one (`part_paths`). The first has the metadata."""
+        opened = [_open(path) for path in parts]
+        require_together(parts, [each.metadata for each in opened], [each.tensors.keys() for each in opened])
+        self.path = parts[0]
+        self.metadata: Mapping[str, Any] = opened[0].metadata
+        self.tensors: Mapping[str, TensorEntry] = {name: row for each in opened for name, row in each.tensors.items()}
+        self._maps = {name: each.data for each in opened for name in each.tensors}
 
     def raw(self, entry: TensorEntry) -> torch.Tensor:
         """Return the bytes of a tensor, uint8 [num_bytes], as they are mapped. They must not be written."""
-        view = memoryview(self._map)[entry.begin : entry.begin + entry.num_bytes]
+        view = memoryview(self._maps[entry.name])[entry.begin : entry.begin + entry.num_bytes]
         return _read_only_tensor(view) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A mapped file with its own metadata and tensors."""
+
+    data: mmap.mmap
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+
+
+def _open(path: Path) -> _Part:
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as a GGUF file ({error}); download or copy it again") from error
+    cursor = _Cursor(data, path)
+    num_tensors = cursor.count("the number of tensors", MAX_TENSORS)
+    metadata = _read_metadata(cursor)
+    return _Part(data, metadata, _read_tensors(cursor, metadata, num_tensors))
 
 
 def _read_only_tensor(view: memoryview) -> torch.Tensor:
