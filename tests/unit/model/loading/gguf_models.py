@@ -79,11 +79,13 @@ def write_gguf(
     extra: Callable[[Any], None] = lambda writer: None,
     tokenizer: Callable[[Any], None] = demo_tokenizer_metadata,
     writer_options: Mapping[str, Any] = NO_OPTIONS,
+    separate_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write a model of an architecture of llama.cpp. Returns the weights that the file stands for, by name.
 
     Matrices of a quantised type get random blocks instead of `state`; the result has what they dequantise to.
     writer_options: of `GGUFWriter`, such as `split_max_tensors`, which makes it write several parts.
+    separate_experts: write a tensor for each expert, as converters did before April 2024.
     """
     import gguf
 
@@ -102,6 +104,15 @@ def write_gguf(
     writer.add_value_length(head_dim(config))
     tokenizer(writer)
     extra(writer)
+
+    def add(own: str, data: np.ndarray, type_id: int) -> None:
+        kind = gguf.GGMLQuantizationType(type_id)
+        if "_exps." not in own or not separate_experts:
+            writer.add_tensor(own, data, raw_dtype=kind)
+            return
+        for number, part in enumerate(data):
+            writer.add_tensor(own.replace("_exps.", f".{number}."), part, raw_dtype=kind)
+
     effective = {}
     for seed, (name, value) in enumerate(_stored_tensors(state).items()):
         stem, _, suffix = name.rpartition(".")
@@ -117,14 +128,13 @@ def write_gguf(
                 stored = stored + 1
             kind = FLOAT_TYPES[type_id]
             stored = stored.to(kind)
-            data = stored.view(torch.int16).numpy() if type_id == 30 else stored.numpy()
-            writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType(type_id))
+            add(own, stored.view(torch.int16).numpy() if type_id == 30 else stored.numpy(), type_id)
             effective[name] = value.to(kind).float()
             continue
         rows, columns = stored.shape[:-1].numel(), stored.shape[-1]
         raw = random_blocks(type_id, rows, columns, seed)
         data = raw.reshape(*stored.shape[:-1], -1)
-        writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType(type_id))
+        add(own, data, type_id)
         values = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType(type_id)))
         if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
             order = interleaved(torch.arange(rows), heads)

@@ -16,6 +16,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -34,6 +35,8 @@ from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.linear import Linear
 from baton.model.loading.gguf import gguf_directory
 from baton.model.loading.gguf.gguf_directory import write_gguf_directory
+from baton.model.loading.gguf.gguf_file import GgufFile
+from baton.model.loading.gguf.gguf_source import GgufSource
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
 from tests.scale import sized
@@ -94,6 +97,11 @@ def moe(writer: Any) -> None:
     writer.add_expert_feed_forward_length(256)
 
 
+def mixtral(writer: Any) -> None:
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+
+
 def granite(writer: Any) -> None:
     writer.add_attention_scale(0.2)
     writer.add_embedding_scale(2.0)
@@ -134,6 +142,11 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], Extra]] = {
             **sizes(), head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
         ),
         moe,
+    ),
+    "mixtral": (
+        "llama",
+        lambda: MixtralConfig(**sizes(), head_dim=64, num_local_experts=4, num_experts_per_tok=2),
+        mixtral,
     ),
     "gemma3": (
         "gemma3",
@@ -199,7 +212,7 @@ def test_model_has_the_logits_of_the_dequantised_weights(name: str, tmp_path: Pa
     assert not [module for module in loaded.model.modules() if type(module) is torch.nn.Linear]
 
 
-@pytest.mark.parametrize("name", sized(["qwen3moe"], ["llama", "qwen3moe", "gemma3", "phi3"]))
+@pytest.mark.parametrize("name", sized(["qwen3moe"], ["llama", "mixtral", "qwen3moe", "gemma3", "phi3"]))
 def test_native_decoder_runs_layers_of_mixed_types(name: str, tmp_path: Path) -> None:
     """Projections of one layer, joined ones too, have different types. The choice includes verification."""
     architecture, make_config, extra = MODELS[name]
@@ -341,6 +354,30 @@ def test_weights_of_16_bits_are_as_they_are(tmp_path: Path) -> None:
     loaded = load_model(convert(path), dtype="float32", device="cpu")
     assert loaded.weight_format == "GGUF float16, bfloat16, float32"
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
+
+
+def test_old_files_of_mixtral_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    architecture, make_config, extra = MODELS["mixtral"]
+    config, path = make_config(), tmp_path / "m.gguf"
+    state = random_state(config)  # type: ignore[arg-type]
+    means = write_gguf(path, architecture, config, state, pick=mixed, extra=extra, separate_experts=True)
+    loaded = load_model(convert(path), dtype="float32", device="cpu")
+    assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
+    assert GgufSource(GgufFile(path), config).is_coded("model.layers.0.mlp.experts")
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    architecture, make_config, _ = MODELS["mixtral"]
+    config, path = make_config(), tmp_path / "m.gguf"
+
+    def five_experts(writer: Any) -> None:
+        writer.add_expert_count(5)
+        writer.add_expert_used_count(2)
+
+    state = random_state(config)  # type: ignore[arg-type]
+    write_gguf(path, architecture, config, state, extra=five_experts, separate_experts=True)
+    with pytest.raises(ModelError, match=r"lacks expert 4 of 5 of model\.layers\.0\.mlp\.experts\.gate_proj"):
+        load_model(convert(path), device="cpu")
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_sinks.weight", "blk.1.attn_output.bias"])

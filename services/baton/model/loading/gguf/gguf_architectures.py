@@ -39,6 +39,12 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"{EXPERTS}.gate_proj",
+    "ffn_up_exps": f"{EXPERTS}.up_proj",
+    "ffn_down_exps": f"{EXPERTS}.down_proj",
+}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
@@ -52,9 +58,14 @@ _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm
 
 
 def _llama_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
-    if metadata.optional_integer("expert_count"):
-        raise ModelError(f"{metadata.path}: mixtures of experts of the architecture llama are not supported")
-    return {}
+    """Return what Mixtral has beside Llama and Mistral 7B. All of them are the architecture llama."""
+    if not metadata.optional_integer("expert_count"):
+        return {}
+    return {
+        "model_type": "mixtral",
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
 
 
 def _qwen3moe_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
@@ -152,20 +163,14 @@ def _granite_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str,
 
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(model_type="llama", layer_names=_LLAMA, permutes_rotary=True, config=_llama_config),
+    "llama": GgufArchitecture(
+        model_type="llama", layer_names={**_LLAMA, **_EXPERTS}, permutes_rotary=True, config=_llama_config
+    ),
     "qwen2": GgufArchitecture(model_type="qwen2", layer_names=_LLAMA),
     "qwen3": GgufArchitecture(model_type="qwen3", layer_names={**_LLAMA, **_HEAD_NORMS}),
     "qwen3moe": GgufArchitecture(
         model_type="qwen3_moe",
-        layer_names={
-            **_ATTENTION,
-            **_NORMS,
-            **_HEAD_NORMS,
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": f"{EXPERTS}.gate_proj",
-            "ffn_up_exps": f"{EXPERTS}.up_proj",
-            "ffn_down_exps": f"{EXPERTS}.down_proj",
-        },
+        layer_names={**_ATTENTION, **_NORMS, **_HEAD_NORMS, **_EXPERTS},
         config=_qwen3moe_config,
     ),
     "gemma3": GgufArchitecture(
@@ -211,7 +216,11 @@ def architecture_of(metadata: GgufMetadata) -> GgufArchitecture:
 
 
 def module_name(architecture: GgufArchitecture, tensor_name: str) -> str | None:
-    """Return the model's name for a tensor, such as `model.layers.0.mlp.up_proj.weight`; None if unknown."""
+    """Return the model's name for a tensor, such as `model.layers.0.mlp.up_proj.weight`; None if unknown.
+
+    Files of before April 2024 have a tensor for each expert, such as `blk.0.ffn_up.7.weight`. Its name in the
+    model ends in `mlp.experts.up_proj.7.weight`.
+    """
     stem, _, suffix = tensor_name.rpartition(".")
     if suffix not in ("weight", "bias"):
         return None
@@ -219,7 +228,8 @@ def module_name(architecture: GgufArchitecture, tensor_name: str) -> str | None:
     if top is not None:
         return f"{top}.{suffix}"
     parts = stem.split(".")
-    if len(parts) != 3 or parts[0] != "blk" or not parts[1].isdecimal():
+    if len(parts) not in (3, 4) or parts[0] != "blk" or not all(map(str.isdecimal, parts[1::2])):
         return None
-    module = architecture.layer_names.get(parts[2])
-    return None if module is None else f"model.layers.{int(parts[1])}.{module}.{suffix}"
+    kind, expert = (f"{parts[2]}_exps", f".{int(parts[3])}") if len(parts) == 4 else (parts[2], "")
+    module = architecture.layer_names.get(kind)
+    return None if module is None else f"model.layers.{int(parts[1])}.{module}{expert}.{suffix}"

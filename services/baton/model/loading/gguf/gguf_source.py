@@ -63,7 +63,8 @@ class GgufSource:
         return weight if heads is None else take_rows(weight, _halves_order(entry, heads))
 
     def is_coded(self, module: str) -> bool:
-        own = self._names.get(f"{module}.weight") or self._names.get(f"{module}.down_proj.weight")
+        of_experts = (f"{module}.down_proj.weight", f"{module}.down_proj.0.weight")
+        own = next((self._names[name] for name in (f"{module}.weight", *of_experts) if name in self._names), None)
         return own is not None and is_coded(self._file.tensors[own].type_id)
 
     def packed_bytes(self) -> int:
@@ -118,15 +119,29 @@ class GgufSource:
         return config.num_attention_heads if module.endswith(_ROTARY[0]) else config.num_key_value_heads
 
     def _expert_weights(self, module: str, num_experts: int) -> list[Weight] | None:
+        """Return the weights of one product of all experts, which are one tensor, or one for each."""
         entry = self._entry(f"{module}.weight")
         if entry is None:
-            return None
+            return self._separate_experts(module, num_experts)
         if len(entry.shape) != 3 or entry.shape[0] != num_experts:
             raise ModelError(
                 f"{self._file.path}: {entry.name} has the shape {entry.shape}; must be 3-D, of {num_experts} experts"
             )
         parts = self._file.raw(entry).view(num_experts, -1)
         return [weight_of(part, entry.type_id, entry.shape[1], entry.shape[2]) for part in parts]
+
+    def _separate_experts(self, module: str, num_experts: int) -> list[Weight] | None:
+        if f"{module}.0.weight" not in self._names:
+            return None
+        found: list[Weight] = []
+        for number in range(num_experts):
+            weight = self.weight(f"{module}.{number}")
+            if weight is None:
+                raise ModelError(
+                    f"{self._file.path} lacks expert {number} of {num_experts} of {module}; download or copy it again"
+                )
+            found.append(weight)
+        return found
 
 
 def _halves_order(entry: TensorEntry, num_heads: int) -> torch.Tensor:
