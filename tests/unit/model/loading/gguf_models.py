@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,12 @@ def write_gguf(
             writer.add_tensor(own.replace("_exps.", f".{number}."), part, raw_dtype=kind)
 
     effective = {}
-    for seed, (name, value) in enumerate(_stored_tensors(state).items()):
+    layout = GPT_OSS if architecture == "gpt-oss" else BY_EXPERT
+    for seed, (name, value) in enumerate(layout.stored(state).items()):
         stem, _, suffix = name.rpartition(".")
         own = f"{names.get_name(stem)}.{suffix}"
         assert names.get_name(stem), name
-        type_id = pick(own) if value.dim() > 1 else 0
+        type_id = pick(own) if value.dim() > 1 and suffix == "weight" else 0
         stored = value
         if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -146,14 +148,17 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return _model_tensors(effective)
+    return layout.model(effective)
 
 
 def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _stored_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _stored_tensors(state: Tensors) -> dict[str, torch.Tensor]:
     """Return the tensors under the names of a checkpoint, with gate and up of experts apart."""
     out = {}
     for name, value in state.items():
@@ -168,7 +173,7 @@ def _stored_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return out
 
 
-def _model_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _model_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Undo `_stored_tensors`."""
     out = {}
     for name, value in tensors.items():
@@ -180,3 +185,49 @@ def _model_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         elif not name.endswith("experts.up_proj.weight"):
             out[name] = value
     return out
+
+
+def _stored_gpt_oss(state: Tensors) -> dict[str, torch.Tensor]:
+    """Return the tensors of gpt-oss: its experts are transposed, with the outputs of gate and up in turns."""
+    out = {}
+    for name, value in state.items():
+        part = name.rpartition(".")[2]
+        suffix = "bias" if part.endswith("_bias") else "weight"
+        rows = value.transpose(1, 2) if part in ("gate_up_proj", "down_proj") else value
+        if part.startswith("gate_up_proj"):
+            stem = name.removesuffix(part)
+            out[f"{stem}gate_proj.{suffix}"] = rows[:, ::2].contiguous()
+            out[f"{stem}up_proj.{suffix}"] = rows[:, 1::2].contiguous()
+        elif part.startswith("down_proj"):
+            out[f"{name.removesuffix('_bias')}.{suffix}"] = rows.contiguous()
+        else:
+            out[f"{name}.weight" if part == "sinks" else name] = value
+    return out
+
+
+def _model_gpt_oss(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Undo `_stored_gpt_oss`."""
+    out = {}
+    for name, value in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        own = stem + ("_bias" if suffix == "bias" else "")
+        if stem.endswith("experts.gate_proj"):
+            joined = torch.stack((value, tensors[name.replace("gate_proj", "up_proj")]), dim=2).flatten(1, 2)
+            out[own.replace("gate_proj", "gate_up_proj")] = joined if suffix == "bias" else joined.transpose(1, 2)
+        elif stem.endswith("experts.down_proj"):
+            out[own] = value if suffix == "bias" else value.transpose(1, 2)
+        elif not stem.endswith("experts.up_proj"):
+            out[stem if stem.endswith("sinks") else name] = value
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Turns the tensors of a model into those of a checkpoint by expert, and back."""
+
+    stored: Callable[[Tensors], dict[str, torch.Tensor]]
+    model: Callable[[Tensors], dict[str, torch.Tensor]]
+
+
+BY_EXPERT = TensorLayout(_stored_tensors, _model_tensors)
+GPT_OSS = TensorLayout(_stored_gpt_oss, _model_gpt_oss)

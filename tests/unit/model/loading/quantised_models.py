@@ -80,8 +80,8 @@ def tokens(config: PreTrainedConfig, number: int = 20) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a model's own code under SDPA."""
-    model.set_attn_implementation("sdpa")
+    """Return the logits of a model's own code under SDPA; eager if it has none, as gpt-oss with its sinks."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     found: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits
     return found.float()
 

@@ -187,7 +187,7 @@ def test_granite_without_a_rotary_embedding_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba'; must be one of gemma3, granite"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba'; must be one of gemma3, gpt-oss, granite"),
         ({"general.architecture": None}, "general.architecture is None"),
         ({"llama.block_count": None}, r"llama\.block_count is None"),
         ({"llama.block_count": "two"}, "an integer"),

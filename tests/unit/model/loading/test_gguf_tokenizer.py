@@ -121,6 +121,21 @@ def test_known_texts_are_control_tokens_whatever_their_type() -> None:
     assert token_types(metadata_of({"a": NORMAL, "<|im_end|>": NORMAL}, token_type=[])) == [NORMAL, CONTROL]
 
 
+def test_messages_of_harmony_do_not_end_a_response() -> None:
+    """The end tokens are those of gpt-oss's generation_config.json. Other vocabularies end with `<|end|>`."""
+    kinds = dict.fromkeys(("<|endoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|call|>"), CONTROL)
+    assert end_token_ids(metadata_of(kinds, eos_token_id=1)) == [1, 0, 4]
+    del kinds["<|call|>"]
+    assert end_token_ids(metadata_of(kinds, eos_token_id=1)) == [1, 0, 3]
+
+
+def test_texts_of_gpt_oss_are_split_as_its_vocabulary_was_learned() -> None:
+    """A word ends before a capital and keeps its ending; numbers have at most three digits."""
+    pieces = tokenizer_of(TOKENS, pre="gpt-4o", merges=["a b"]).pre_tokenizer
+    found = [piece for piece, _ in pieces.pre_tokenize_str("camelCase ISN'T 1234567, a/b\n\n  x")]
+    assert found == "camel Case ĠISN'T Ġ 123 456 7 , Ġa /b ĊĊ Ġ Ġx".split(" ")
+
+
 @pytest.mark.parametrize(("model", "end"), [("llama", "<end_of_turn>"), ("gpt2", "<|im_end|>")])
 def test_known_texts_of_a_wrong_type_are_found_whole(model: str, end: str) -> None:
     kinds = {**dict.fromkeys(("a", "b", "ab", *end), NORMAL), end: NORMAL, "<unk>": UNKNOWN}

@@ -14,6 +14,8 @@ from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of divisors of the rotary frequencies, float32 [head_dim / 2]: how a file has Llama 3's scaling."""
 EXPERTS = "mlp.experts"
+SINKS = "self_attn.sinks"
+"""A parameter of gpt-oss's attention. In a file its name ends in `.weight`, as that of a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +164,22 @@ def _granite_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str,
     }
 
 
+def _gpt_oss_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of gpt-oss. Its gate's limit and factor are those of every file, and not in it.
+
+    The checkpoints do not round the range in which YaRN interpolates; llama.cpp does.
+    """
+    rope = common["rope_parameters"]
+    return {
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
+        "layer_types": _layer_types(metadata, common, default_period=2),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+    }
+
+
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
         model_type="llama", layer_names={**_LLAMA, **_EXPERTS}, permutes_rotary=True, config=_llama_config
@@ -178,6 +196,18 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         layer_names={**_ATTENTION, **_MLP, **_HEAD_NORMS, **_GEMMA_NORMS},
         norm_offset=1.0,
         config=_gemma3_config,
+    ),
+    "gpt-oss": GgufArchitecture(
+        model_type="gpt_oss",
+        layer_names={
+            **_ATTENTION,
+            **_EXPERTS,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": SINKS,
+            "ffn_gate_inp": "mlp.router",
+        },
+        config=_gpt_oss_config,
     ),
     "phi3": GgufArchitecture(
         model_type="phi3",
@@ -232,4 +262,6 @@ def module_name(architecture: GgufArchitecture, tensor_name: str) -> str | None:
         return None
     kind, expert = (f"{parts[2]}_exps", f".{int(parts[3])}") if len(parts) == 4 else (parts[2], "")
     module = architecture.layer_names.get(kind)
-    return None if module is None else f"model.layers.{int(parts[1])}.{module}{expert}.{suffix}"
+    if module is None:
+        return None
+    return f"model.layers.{int(parts[1])}.{module}{expert}" + ("" if module == SINKS else f".{suffix}")

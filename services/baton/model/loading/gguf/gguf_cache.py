@@ -23,7 +23,7 @@ log = get_logger(__name__)
 MAX_DIRECTORIES = 16
 """Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
 CONVERTER = "baton.model.loading.gguf.gguf_directory"
-CONVERSION = 4
+CONVERSION = 5
 """Counts changes of the converter's results."""
 CONVERT_S = 600
 """Longest duration of a conversion."""

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from baton.core.errors import ModelError
-from baton.model.linear.experts import ExpertWeights
+from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, bias_name
 from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import Weight
@@ -83,11 +83,15 @@ class GgufSource:
         return [ExpertWeights(parts[:2], parts[2]) for parts in zip(gate, up, down, strict=True)]
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        entry = self._entry(name)
+        module, _, last = name.rpartition(".")
+        if last == bias_name(GATE_UP):
+            gate, up = (self.tensor(f"{module}.{part}_proj.bias") for part in ("gate", "up"))
+            # in turns, as in gpt-oss, the only architecture here whose experts have biases
+            return None if gate is None or up is None else torch.stack((gate, up), dim=-1).flatten(-2)
+        entry = self._entry(f"{module}.{DOWN}.bias" if last == bias_name(DOWN) else name)
         if entry is None:
             return None
         values = floats_of(self._file.raw(entry), entry.type_id, entry.shape)
-        module, _, last = name.rpartition(".")
         if last == "bias" and (heads := self._rotary_heads(module)) is not None:
             return values[_halves_order(entry, heads)]
         if last == "weight" and module.endswith("norm"):

@@ -12,6 +12,8 @@ END_TEXTS = frozenset(
     <end_of_turn> <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜>""".split()
 )
 """Tokens that end a response. A file names one end token; chat models have more, as in llama.cpp."""
+HARMONY_ENDS, MESSAGE_END = frozenset({"<|return|>", "<|call|>"}), "<|end|>"
+"""In a vocabulary with both of these, that of gpt-oss, the third ends only a message of the response."""
 BEGIN_TEXTS = frozenset(
     "<bos> <|begin_of_text|> <start_of_turn> <|im_start|> <|start_header_id|> <|end_header_id|>".split()
 )
@@ -38,7 +40,9 @@ def mistyped_tokens(metadata: GgufMetadata) -> list[str]:
 def end_token_ids(metadata: GgufMetadata) -> list[int]:
     """Return the ids of tokens that end a response: those that the file names, and those of `END_TEXTS`."""
     named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
-    known = [number for number, text in enumerate(metadata.texts("tokenizer.ggml.tokens")) if text in END_TEXTS]
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    ends = END_TEXTS - {MESSAGE_END} if HARMONY_ENDS.issubset(tokens) else END_TEXTS
+    known = [number for number, text in enumerate(tokens) if text in ends]
     return list(dict.fromkeys([number for number in (*named, *known) if number is not None]))
 
 
