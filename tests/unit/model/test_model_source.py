@@ -60,7 +60,11 @@ def test_weights_false_downloads_no_weights(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["/no/such/dir", "./missing", "~/missing", "a/b/c", "", "http://host/x", "owner/name@"]
+    "model",
+    [
+        *("/no/such/dir", "./missing", "~/missing", "a/b/c", "", "http://host/x", "owner/name@", "owner/name:"),
+        *("missing.gguf", "owner/missing.GGUF"),
+    ],
 )
 def test_neither_directory_nor_hub_id_is_refused(model: str, hub: Hub) -> None:
     with pytest.raises(ModelError, match="no such directory"):
@@ -74,6 +78,33 @@ def test_a_file_is_refused(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelError, match="no such directory"):
         resolve_model("model.gguf", download=hub.download)
     assert hub.asked == []
+
+
+@pytest.fixture
+def gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A downloaded repository of GGUF files, two of them parts of one model. They are not converted."""
+    monkeypatch.setattr("baton.model.loading.model_source.gguf_directory", lambda path: path)
+    names = ("a-Q8_0.gguf", "mmproj-a-Q8_0.gguf", "a-Q4_K_M.gguf", "a-Q4_K_S.gguf")
+    parts = [f"BF16/a-BF16-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    (tmp_path / "BF16").mkdir()
+    for name in (*names, *parts):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_a_gguf_file_of_the_hub_is_named_by_a_part_of_its_name(gguf_files: Path, hub: Hub) -> None:
+    assert resolve_model("owner/name-GGUF@rev:q8_0", download=hub.download) == gguf_files / "a-Q8_0.gguf"
+    assert hub.asked == [("owner/name-GGUF", "rev")]
+    assert hub.patterns == [["*q8_0*.gguf", "*Q8_0*.gguf"]]
+    first = gguf_files / "BF16" / "a-BF16-00001-of-00002.gguf"
+    assert resolve_model("owner/name-GGUF:BF16", download=hub.download) == first
+
+
+@pytest.mark.parametrize(("name", "found"), [("Q4_K", "a-Q4_K_M.gguf, a-Q4_K_S.gguf"), ("Q6_K", "none")])
+@pytest.mark.usefixtures("gguf_files")
+def test_the_name_of_a_gguf_file_must_be_that_of_one(name: str, found: str, hub: Hub) -> None:
+    with pytest.raises(ModelError, match=rf"found: {found}\. Give more of the name"):
+        resolve_model(f"owner/name:{name}", download=hub.download)
 
 
 def response(status: int) -> httpx.Response:

@@ -36,7 +36,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     except FileNotFoundError as error:
         raise ModelError(
             f"{model_dir} has no {single.name} and no {index.name}. Other weight files (*.bin, *.pt) are pickles "
-            "and are not loaded: convert them with save_pretrained of transformers"
+            "and are not loaded: convert them with save_pretrained of transformers. A GGUF file is given by its path, "
+            "or as owner/name:Q4_K_M on the hub"
         ) from error
     except _DAMAGED as error:
         raise ModelError(f"{index} cannot be read ({error}); download or copy it again") from error

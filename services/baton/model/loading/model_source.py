@@ -1,5 +1,8 @@
 """Resolves `--model` to a directory: the demo model, a local directory, a GGUF file, or a hub id that is
-downloaded once."""
+downloaded once.
+
+A hub id with a colon names a GGUF file of a repository by a part of its name, as llama.cpp has it.
+"""
 
 import os
 import re
@@ -8,10 +11,16 @@ from pathlib import Path
 
 from baton.core.errors import ModelError
 from baton.model.loading.gguf.gguf_cache import gguf_directory, is_gguf
+from baton.model.loading.gguf.gguf_parts import part_paths
 
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[2] / "demo"
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<gguf>[\w.-]+))?")
+_GGUF = ".gguf"
+MAX_NAMED = 5
+"""File names in an error message."""
+_PROJECTOR = "mmproj"
+"""In the names of GGUF files that hold only the vision part of a model."""
 _TEXTS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
 """Excludes the second copy of the weights that some repositories hold, as pickles or under other names."""
@@ -20,10 +29,11 @@ _WEIGHTS = ["model*.safetensors"]
 def resolve_model(model: str, *, weights: bool = True, download: Callable[..., str] | None = None) -> Path:
     """Return the directory of `demo`, of a local path, or of a hub id (`owner/name`, `owner/name@revision`).
 
-    For a GGUF file it is a directory in the cache with the file's configuration and tokenizer.
+    For a GGUF file, or a hub id with a part of the name of one (`owner/name:Q4_K_M`), it is a directory in
+    the cache with the file's configuration and tokenizer.
 
     weights: if False, a hub model's weights are not downloaded. A gateway needs only tokenizer, chat template
-    and configuration.
+    and configuration. Those of a GGUF file are in the file.
     download: fetches a hub model; called like `huggingface_hub.snapshot_download`, which is the default.
 
     A hub id is downloaded, with a progress bar, unless it is in the cache. Token, cache directory, endpoint
@@ -39,12 +49,36 @@ def resolve_model(model: str, *, weights: bool = True, download: Callable[..., s
     if model and is_gguf(path):
         return gguf_directory(path)
     match = _HUB_ID.fullmatch(model)
-    if match is None or path.exists() or model.startswith((".", "/", "~")):
+    if match is None or path.exists() or model.startswith((".", "/", "~")) or match["id"].lower().endswith(_GGUF):
         raise ModelError(
             f"--model {model}: there is no such directory or GGUF file, "
-            "and it is not a hub id such as Qwen/Qwen3-0.6B or demo"
+            "and it is not a hub id such as Qwen/Qwen3-0.6B, owner/name:Q4_K_M or demo"
         )
+    if match["gguf"]:
+        return gguf_directory(_fetch_gguf(match["id"], match["revision"], match["gguf"], download))
     return _fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())], download)
+
+
+def _fetch_gguf(repo_id: str, revision: str | None, name: str, download: Callable[..., str] | None) -> Path:
+    """Return the GGUF file, or the first of its parts, that has `name` in its own in any case.
+
+    Raises ModelError unless there is one such model.
+    """
+    wanted = [f"*{each}*{_GGUF}" for each in dict.fromkeys((name, name.upper(), name.lower()))]
+    directory = _fetch(repo_id, revision, wanted, download)
+    files = [
+        file
+        for file in sorted(directory.rglob(f"*{_GGUF}"))
+        if name.lower() in file.name.lower() and _PROJECTOR not in file.name.lower()
+    ]
+    models = list(dict.fromkeys(part_paths(file)[0] for file in files))
+    if len(models) != 1:
+        found = ", ".join(model.name for model in models[:MAX_NAMED]) or "none"
+        raise ModelError(
+            f"--model {repo_id}:{name}: one GGUF model of {repo_id} must have {name} in its file's name; found: "
+            f"{found}. Give more of the name, as the repository's page has it"
+        )
+    return models[0]
 
 
 def _fetch(repo_id: str, revision: str | None, wanted: list[str], download: Callable[..., str] | None) -> Path:

@@ -157,7 +157,8 @@ class ModelSettings(Config):
 
     model: str = setting(
         "demo",
-        help="model to serve: demo, a directory in Hugging Face format, a GGUF file, or a Hugging Face hub id",
+        help="model to serve: demo, a directory in Hugging Face format, a GGUF file, or a Hugging Face hub id "
+        "(owner/name:Q4_K_M for a GGUF file of one)",
     )
     served_model_name: str | None = setting(
         None, help="model name that clients use in requests; unset uses the value of --model"
