@@ -84,9 +84,15 @@ class SafetensorsSource:
             for key in file.keys():  # noqa: SIM118 - it is not a dict
                 if (own := self._own_name(key)) is None:
                     continue
-                name, _ = rename_source_key(own, renamings, [])
+                name = self._with_prefix(rename_source_key(own, renamings, [])[0])
                 self._places[name] = (file, key)
                 self._of_module[name.rpartition(".")[0]].append(name)
+
+    def _with_prefix(self, name: str) -> str:
+        """Return the name of a tensor in the model. GPT-2's checkpoints have the names of the base model."""
+        model, first = self._model, name.partition(".")[0]
+        is_of_base = not hasattr(model, first) and hasattr(model.base_model, first)
+        return f"{model.base_model_prefix}.{name}" if is_of_base else name
 
     def __enter__(self) -> "SafetensorsSource":
         return self
