@@ -3,11 +3,29 @@
 from collections.abc import Mapping
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from baton.core.errors import ModelError
 from baton.model.linear.linear import Linear
 from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weights import Weight
+
+
+def unify_linears(model: nn.Module) -> frozenset[str]:
+    """Replace each linear layer of another form by an `nn.Linear`, so that everything else knows one form.
+
+    The other form is transformers' `Conv1D`, as in GPT-2. Layers without memory stay without.
+    Returns the names of the layers whose plain weights are [inputs, outputs] in a checkpoint.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    names = frozenset(found)
+    while found:
+        name, module = found.popitem()  # so that its weight is freed before the next one is transposed
+        linear = nn.Linear(module.nx, module.nf, device="meta")
+        linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
+        linear.bias = module.bias
+        model.set_submodule(name, linear)
+    return names
 
 
 def replace_linears(

@@ -1,6 +1,6 @@
 """Loads a model whose weights are quantised, or become so, without a plain copy of all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from baton.model.linear.experts import is_experts
 from baton.model.linear.pack_model import rounds_activations
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.quantise import quantise
+from baton.model.linear.replace import unify_linears
 from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weights import GROUP_SIZES, FloatWeight, Weight
 from baton.model.loading.gguf.gguf_file import GgufFile
@@ -174,12 +175,13 @@ def open_by_module(
         raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
     try:
         model = build_skeleton(model_class, config, options.dtype)
+        transposed = unify_linears(model)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
             f"{path}: no {model_class.__name__} can be made of its configuration ({type(error).__name__}: {error}); "
             "download or copy it again"
         ) from error
-    with _source(path, model, config, is_text_part=options.is_text_part) as source:
+    with _source(path, model, config, transposed, is_text_part=options.is_text_part) as source:
         if coder is not None and any(source.is_coded(name) for name, _ in model.named_modules()):
             raise ModelError(
                 f"--weights {options.weights} is for plain checkpoints; {path} is quantised already "
@@ -190,14 +192,15 @@ def open_by_module(
 
 @contextmanager
 def _source(
-    path: Path, model: PreTrainedModel, config: PreTrainedConfig, *, is_text_part: bool
+    path: Path, model: PreTrainedModel, config: PreTrainedConfig, transposed: Collection[str], *, is_text_part: bool
 ) -> Iterator[WeightSource]:
     if parts := gguf_files(path):
         yield GgufSource(GgufFile(*parts), config)
         return
     quantization: Any = getattr(config, "quantization_config", None)
     layout = None if quantization is None else layout_of(quantization)
-    with SafetensorsSource(path, model, layout, own_name if is_text_part else lambda name: name) as source:
+    names = own_name if is_text_part else lambda name: name
+    with SafetensorsSource(path, model, layout, names, transposed) as source:
         yield source
 
 

@@ -1,7 +1,7 @@
 """Reads the weights of a quantised or plain checkpoint in safetensors, one module at a time."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -48,15 +48,18 @@ class SafetensorsSource:
         model: PreTrainedModel,
         layout: CheckpointLayout | None,
         own_name: Callable[[str], str | None] = lambda name: name,
+        transposed: Collection[str] = (),
     ) -> None:
         """Open the files.
 
         model: its skeleton, which tells how names of the checkpoint are translated. layout: None if the
         checkpoint is not quantised. own_name: returns a tensor's name in the model, if the checkpoint is of a
-        larger one; None if it is not of the model. Raises ModelError if a file is missing or unreadable.
+        larger one; None if it is not of the model. transposed: names of the layers whose plain weights are
+        [inputs, outputs]; codes never are. Raises ModelError if a file is missing or unreadable.
         """
         self._model = model
         self._own_name = own_name
+        self._transposed = transposed
         self.description = "plain" if layout is None else layout.description
         self._layout = layout
         self._dir = model_dir
@@ -106,6 +109,14 @@ class SafetensorsSource:
         tensors = self._module_tensors(module)
         if not tensors:
             return None
+        weight = self._read_weight(module, tensors)
+        if module not in self._transposed or not isinstance(weight, FloatWeight):
+            return weight
+        if weight.scales is not None:
+            raise ModelError(f"{module} has a transposed weight with scales; only plain weights may be transposed")
+        return FloatWeight(weight.values.T.contiguous())
+
+    def _read_weight(self, module: str, tensors: Tensors) -> Weight:
         if self._layout is not None:
             return self._layout.weight(self._stored_name(module), tensors)
         if tensors.keys() - _KV_SCALES != {"weight"}:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import choose_backend
@@ -86,7 +94,10 @@ CASES = {
         lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
         {"weights": "int8"},
     ),
+    "plain linear layers of another form": (lambda: GPT2Config(**GPT2), {}),
+    "int8 linear layers of another form": (lambda: GPT2Config(**GPT2), {"weights": "int8"}),
 }
+GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.15}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
 

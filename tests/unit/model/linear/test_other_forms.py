@@ -1,0 +1,126 @@
+"""Compares models that hold linear layers or experts in another form with transformers' own code."""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GPT2Config, PreTrainedConfig
+
+from baton.core.errors import ModelError
+from baton.model.backends.backend_selection import choose_backend
+from baton.model.backends.native_products import ProductsForward
+from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
+from baton.model.linear.packer import WeightPacker
+from baton.model.linear.quantise import quantise
+from baton.model.linear.weights import FloatWeight, Weight
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.quantised.module_tensors import Tensors
+from baton.model.loading.safetensors_source import SafetensorsSource
+from baton.model.step.forward import ModelForward
+from tests.model_families import ENDS, save_random
+from tests.unit.model.linear.test_coded_experts import distances
+from tests.unit.model.test_decoder_backends import LENGTH, answers, transformers_logits
+
+SIZES = {"vocab_size": 256, "initializer_range": 0.15}
+MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(**SIZES, **ENDS, n_embd=64, n_layer=2, n_head=4, n_inner=96, n_positions=512),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return load_kernels(1)
+
+
+def load(path: Path, kernels: Kernels, *, dtype: str = "float32", weights: str = "auto") -> LoadedModel:
+    """Load a model as a worker does on a CPU where the native products are the faster ones."""
+    return load_model(
+        path,
+        dtype=dtype,
+        device="cpu",
+        weights=weights,
+        packer_for=lambda own: WeightPacker(kernels, dtype=own, native_is_faster=True),
+    )
+
+
+def matrices(loaded: LoadedModel) -> set[str]:
+    """Return the names of the parameters that are still matrices, except embeddings and routers."""
+    modules = dict(loaded.model.named_modules())
+    names = [name for name, parameter in loaded.model.named_parameters() if parameter.dim() > 1]
+    embeddings = {name for name in names if isinstance(modules[name.rpartition(".")[0]], nn.Embedding)}
+    return {name for name in names if "router" not in name} - embeddings
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_packed_and_plain_weights_give_transformers_logits_in_float32(
+    name: str, tmp_path: Path, kernels: Kernels
+) -> None:
+    path = save_random(MODELS[name](), tmp_path / "model")
+    plain, packed = load_model(path, dtype="float32", device="cpu"), load(path, kernels)
+    assert not matrices(packed)
+    right = transformers_logits(plain, LENGTH)
+    with closing(ModelForward(plain.model)) as own:
+        assert (answers(plain, own, LENGTH) - right).abs().max() < 2e-4
+    with closing(ProductsForward(packed.model, kernels)) as products:
+        assert (answers(packed, products, LENGTH) - right).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(("weights", "limit"), [("int8", 0.05), ("int4", 0.5)])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_all_weights_are_quantised_and_run_natively(
+    name: str, weights: str, limit: float, tmp_path: Path, kernels: Kernels
+) -> None:
+    """The choice of the backend includes its verification in bfloat16."""
+    path = save_random(MODELS[name](), tmp_path / "model")
+    right = transformers_logits(load_model(path, dtype="float32", device="cpu"), LENGTH)
+    loaded = load(path, kernels, dtype="bfloat16", weights=weights)
+    assert not matrices(loaded)
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=16)
+    assert backend.name == "native products"
+    assert distances(answers(loaded, backend.forward, LENGTH), right).median() < limit
+
+
+def test_names_of_the_base_model_are_read(tmp_path: Path, kernels: Kernels) -> None:
+    """GPT-2's published checkpoints lack the prefix of the base model."""
+    path = save_random(MODELS["gpt2"](), tmp_path / "model")
+    expected = load(path, kernels, weights="int8")
+    tensors = load_file(path / "model.safetensors")
+    stored = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert not stored.keys() & tensors.keys()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    found = load(path, kernels, weights="int8")
+    with closing(ModelForward(found.model)) as own, closing(ModelForward(expected.model)) as right:
+        assert torch.equal(answers(found, own, LENGTH), answers(expected, right, LENGTH))
+
+
+class OneWeight:
+    """A layout in which each module has this weight."""
+
+    description = "one weight"
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+
+    def weight(self, module: str, tensors: Tensors) -> Weight:
+        return self._weight
+
+
+def test_only_plain_weights_are_transposed(tmp_path: Path, kernels: Kernels) -> None:
+    """Codes of GPTQ are by output also where the plain weight is by input."""
+    path, name = save_random(MODELS["gpt2"](), tmp_path / "model"), "transformer.h.0.attn.c_proj"
+    model, values = load(path, kernels).model, torch.randn(64, 64)
+
+    def read(weight: Weight) -> Weight | None:
+        with SafetensorsSource(path, model, OneWeight(weight), transposed={name}) as source:
+            return source.weight(name)
+
+    plain, coded = read(FloatWeight(values)), quantise(values, 8, 32)
+    assert isinstance(plain, FloatWeight)
+    assert torch.equal(plain.values, values.T)
+    assert read(coded) is coded
+    with pytest.raises(ModelError, match=r"c_proj has a transposed weight with scales"):
+        read(FloatWeight(values, torch.ones(1, 1), (64, 64)))
