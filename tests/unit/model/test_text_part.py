@@ -22,6 +22,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.muse_spark import MuseSparkConfig, MuseSparkForConditionalGeneration
 
 from baton.core.errors import ModelError
 from baton.engine.executors.emulated_model import read_emulated_model
@@ -91,8 +92,12 @@ COMPOSITES: dict[str, tuple[Callable[[], PreTrainedConfig], type[PreTrainedModel
 def save_composite(name: str, path: Path) -> PreTrainedModel:
     """Write a composite checkpoint with random weights, as its own class saves it, and return the model."""
     config, model_class, _ = COMPOSITES[name]
+    return save_random_composite(model_class, config(), path)
+
+
+def save_random_composite(model_class: type[PreTrainedModel], config: PreTrainedConfig, path: Path) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: Any = model_class(config()).float().eval()
+    model: Any = model_class(config).float().eval()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.15) if parameter.dim() > 1 else parameter.data.normal_(1.0, 0.2)
     model.tie_weights()
@@ -120,6 +125,32 @@ def test_text_part_equals_the_composite_model(name: str, tmp_path: Path) -> None
     embedding, head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
     assert (embedding.weight is head.weight) is ("gemma" in name or "tied" in name)  # type: ignore[union-attr]
     assert read_emulated_model(path).vocab_size == loaded.vocab_size == 256
+
+
+def save_muse_spark(path: Path) -> PreTrainedModel:
+    """Write a tiny Muse Spark with random weights, and return it."""
+    experts = {"moe_hidden_size": 32, "moe_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    audio = {"num_hidden_layers": 4, "hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 64}
+    config = MuseSparkConfig(
+        text_config={**TEXT, **experts, "sliding_window": 24},
+        vision_config=VISION,
+        audio_config=VISION | audio,
+        out_hidden_size=64,
+        projector_hidden_size=16,
+    )
+    return save_random_composite(MuseSparkForConditionalGeneration, config, path)
+
+
+def test_logits_have_the_factor_and_the_soft_cap_of_the_composite_model(tmp_path: Path) -> None:
+    whole: Any = save_muse_spark(tmp_path / "model")
+    loaded = load_model(tmp_path / "model", device="cpu")
+    assert loaded.config.output_multiplier != 1.0
+    assert loaded.config.final_logit_softcapping is not None
+    token_ids = torch.from_numpy(np.random.default_rng(0).integers(3, 200, (1, 50)))
+    with torch.inference_mode():
+        right = whole(input_ids=token_ids, use_cache=False).logits
+    with closing(ModelForward(loaded.model)) as own:
+        assert (paged_logits(loaded, token_ids, own) - right).abs().max() < 2e-4
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -88,7 +88,16 @@ def text_model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
             output: BaseModelOutputWithPast = self.model(input_ids=input_ids, **arguments)
             hidden = output[0]
             rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, rows]))
+            return CausalLMOutputWithPast(logits=_finish_logits(self.lm_head(hidden[:, rows]), self.config))
 
     TextForCausalLM.__name__ = f"{text_class.__name__.removesuffix('Model')}ForCausalLM"
     return TextForCausalLM
+
+
+def _finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return logits after the factor and the soft cap that a composite model applies (Muse Spark)."""
+    if (factor := getattr(config, "output_multiplier", None)) is not None:
+        logits = logits * factor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
