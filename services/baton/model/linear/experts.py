@@ -27,22 +27,25 @@ def is_experts(module: nn.Module) -> bool:
     names = {GATE_UP, DOWN}
     if getattr(module, "has_bias", False):
         names |= {bias_name(name) for name in (GATE_UP, DOWN)}
-    is_gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
-    parameters = dict(module.named_parameters())
-    return bool(is_gated) and parameters.keys() == names and all(parameters[n].dim() == 3 for n in (GATE_UP, DOWN))
+    parameters = dict(module.named_parameters(recurse=False))  # a norm of the outputs has its own
+    is_gated = getattr(module, "has_gate", False) and parameters.keys() == names
+    return bool(is_gated) and all(parameters[name].dim() == 3 for name in (GATE_UP, DOWN))
 
 
 def is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """True for the plain linear layer that chooses among experts; it is small, and its errors are not.
 
-    It lies beside the experts, or has an output for each in a module beside them. modules: of the model.
+    It lies beside the experts, with at most an output for each, or has an output for each in a module beside
+    them. modules: of the model.
     """
     module = modules[name]
     if type(module) is not nn.Linear:
         return False
     parent = name.rpartition(".")[0]
-    if _experts_of(modules.get(parent)) is not None:
-        return True
+    experts = _experts_of(modules.get(parent))
+    if experts is not None:
+        number = _num_experts(experts)
+        return number is None or module.out_features <= number
     experts = _experts_of(modules.get(parent.rpartition(".")[0]))
     return experts is not None and _num_experts(experts) == module.out_features
 
@@ -214,5 +217,7 @@ def forward_experts(
         tokens, place = torch.where(top_k_index == expert)
         gated = apply_own_gate(module, getattr(module, GATE_UP)[expert](hidden_states[tokens]))
         out = getattr(module, DOWN)[expert](gated)
+        if module.has_post_expert_norm:
+            out = module.post_expert_norm(out)
         total.index_add_(0, tokens, out.float() * top_k_weights[tokens, place, None].float())
     return total.to(hidden_states.dtype)

@@ -59,7 +59,7 @@ def _pack_experts(name: str, module: Any, packer: WeightPacker) -> None:
 
     Parameters of another dtype than the activations' stay, as those of linear layers do.
     """
-    if any(parameter.dtype != packer.dtype for parameter in module.parameters()):
+    if any(parameter.dtype != packer.dtype for parameter in module.parameters(recurse=False)):
         return
     packed: list[ExpertWeights[Weight | PackedWeight]] = []
     for expert in range(len(module.get_parameter(DOWN))):

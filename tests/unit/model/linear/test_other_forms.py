@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.backends.native_products import ProductsForward
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
+from baton.model.linear.experts import is_experts, replace_experts
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.quantise import quantise
 from baton.model.linear.weights import FloatWeight, Weight
@@ -22,8 +24,9 @@ from baton.model.loading.quantised.module_tensors import Tensors
 from baton.model.loading.safetensors_source import SafetensorsSource
 from baton.model.step.forward import ModelForward
 from tests.model_families import ENDS, save_random
-from tests.unit.model.linear.test_coded_experts import distances
-from tests.unit.model.test_decoder_backends import LENGTH, answers, transformers_logits
+from tests.unit.model.linear.test_coded_experts import FORMATS, code, distances
+from tests.unit.model.test_decoder_backends import LENGTH, Prompts, answers, transformers_logits
+from tests.unit.model.test_text_part import save_muse_spark
 
 SIZES = {"vocab_size": 256, "initializer_range": 0.15}
 MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
@@ -95,6 +98,29 @@ def test_names_of_the_base_model_are_read(tmp_path: Path, kernels: Kernels) -> N
     found = load(path, kernels, weights="int8")
     with closing(ModelForward(found.model)) as own, closing(ModelForward(expected.model)) as right:
         assert torch.equal(answers(found, own, LENGTH), answers(expected, right, LENGTH))
+
+
+def test_experts_may_have_a_norm_of_their_outputs(tmp_path: Path, kernels: Kernels) -> None:
+    """In Muse Spark. Its projections before and after the experts are no routers."""
+    whole: Any = save_muse_spark(tmp_path / "model")
+    loaded, coded = load(tmp_path / "model", kernels), load(tmp_path / "model", kernels, weights="int8")
+    for each in (loaded, coded):
+        assert {name.split(".", 3)[3] for name in matrices(each)} == {"mlp.gate.weight"}
+    with torch.inference_mode():
+        right = whole(input_ids=torch.from_numpy(Prompts(loaded, LENGTH).token_ids), use_cache=False).logits
+    with closing(ProductsForward(loaded.model, kernels)) as products:
+        assert (answers(loaded, products, LENGTH) - right).abs().max() < 2e-4
+
+
+def test_coded_experts_have_the_norm_of_their_outputs(tmp_path: Path) -> None:
+    save_muse_spark(tmp_path / "model")
+    model = load_model(tmp_path / "model", dtype="float32", device="cpu").model
+    experts: Any = next(module for module in model.modules() if is_experts(module))
+    coded = code(experts, FORMATS["int8"], apart=False)
+    tokens, chosen = torch.randn(9, 32), torch.rand(9, 4).topk(2)
+    right = experts(tokens, chosen.indices, chosen.values)
+    replace_experts(experts, coded)
+    assert (experts(tokens, chosen.indices, chosen.values) - right).abs().max() < 1e-5 * right.abs().max()
 
 
 class OneWeight:
