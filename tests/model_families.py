@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DbrxConfig,
     Gemma3TextConfig,
+    GPT2Config,
     GptOssConfig,
     GraniteConfig,
     GraniteSWAConfig,
@@ -141,6 +143,22 @@ SERVED_FAMILIES = (
     "gpt-oss",
 )
 """Families of the models that most users serve, one form of each."""
+
+_SIZES = {"vocab_size": 256, "initializer_range": 0.15}
+OTHER_FORMS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(**_SIZES, **ENDS, n_embd=64, n_layer=2, n_head=4, n_inner=96, n_positions=512),
+    "dbrx": lambda: DbrxConfig(
+        **_SIZES,
+        **ENDS,
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
+}
+"""Models that hold linear layers or experts in another form than most; see `unify_forms`."""
 
 
 def save_random(config: PreTrainedConfig, path: Path) -> Path:

@@ -2,9 +2,10 @@
 
 transformers' interface for experts says how a block stores them: 3-D parameters by expert, transposed or not,
 with the outputs of gate and up one after the other or in turns. Here the outputs of gate always come first.
+DBRX's code does not use the interface; `unify_experts` gives its blocks that form.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Generic, TypeVar, cast
@@ -20,6 +21,44 @@ from baton.model.linear.weights import FloatWeight, Weight
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """Parameters of a block of experts, 3-D: by expert. Biases, 2-D, have `_bias` after the name."""
+
+STACKED = ("mlp.w1", "mlp.v1", "mlp.w2")
+"""Parameters of a block of DBRX: gate, up and transposed down, those of all experts one below the other."""
+
+
+class GatedExperts(nn.Module):
+    """Gated experts as transformers' interface has them, for a model whose own code holds them otherwise."""
+
+    has_gate = is_concatenated = True
+    has_bias = is_transposed = has_post_expert_norm = False
+
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """gate_up: [experts, outputs of gate, then up, hidden]. down: [experts, hidden, size]."""
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (nn.Parameter(each, requires_grad=False) for each in (gate_up, down))
+        self._activation = activation
+
+    def _apply_gate(self, halves: torch.Tensor) -> torch.Tensor:
+        gate, up = halves.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return forward_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def holds_stacked_experts(module: nn.Module) -> bool:
+    """True for a block of experts as DBRX's code has it."""
+    return {name for name, _ in module.named_parameters()} == set(STACKED)
+
+
+def unify_experts(module: Any) -> GatedExperts:
+    """Return a block of DBRX in the form of transformers' interface; without memory if it has none."""
+    parts = [module.get_parameter(name).detach().unflatten(0, (module.num_experts, -1)) for name in STACKED]
+    return GatedExperts(torch.cat(parts[:2], dim=1), parts[2].transpose(1, 2).contiguous(), module.mlp.activation_fn)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -207,17 +246,24 @@ def forward_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, in the dtype of `hidden_states`.
 
-    hidden_states [tokens, hidden]; top_k_index and top_k_weights [tokens, k]. The sum is in float32, in the
-    order of the experts, so it does not depend on other tokens.
+    hidden_states [..., hidden], of tokens; top_k_index and top_k_weights [tokens, k]. The sum is in float32,
+    in the order of the experts, so it does not depend on other tokens.
     """
-    total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in top_k_index.unique().tolist():
         if expert >= len(getattr(module, DOWN)):  # stands for no expert
             continue
         tokens, place = torch.where(top_k_index == expert)
-        gated = apply_own_gate(module, getattr(module, GATE_UP)[expert](hidden_states[tokens]))
-        out = getattr(module, DOWN)[expert](gated)
+        gated = apply_own_gate(module, _multiply(module, GATE_UP, expert, x[tokens]))
+        out = _multiply(module, DOWN, expert, gated)
         if module.has_post_expert_norm:
             out = module.post_expert_norm(out)
         total.index_add_(0, tokens, out.float() * top_k_weights[tokens, place, None].float())
-    return total.to(hidden_states.dtype)
+    return total.to(hidden_states.dtype).view(hidden_states.shape)
+
+
+def _multiply(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    held = getattr(module, name)[expert]
+    product: torch.Tensor = held(x) if isinstance(held, nn.Module) else nn.functional.linear(x, held)
+    return product

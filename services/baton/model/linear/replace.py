@@ -6,26 +6,37 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from baton.core.errors import ModelError
+from baton.model.linear.experts import holds_stacked_experts, unify_experts
 from baton.model.linear.linear import Linear
 from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weights import Weight
 
 
-def unify_linears(model: nn.Module) -> frozenset[str]:
-    """Replace each linear layer of another form by an `nn.Linear`, so that everything else knows one form.
+def unify_forms(model: nn.Module) -> frozenset[str]:
+    """Give linear layers and experts of other forms the usual one, so that everything else knows one form.
 
-    The other form is transformers' `Conv1D`, as in GPT-2. Layers without memory stay without.
-    Returns the names of the layers whose plain weights are [inputs, outputs] in a checkpoint.
+    transformers' `Conv1D`, as in GPT-2, becomes an `nn.Linear`; see `unify_experts` for DBRX's experts.
+    Parameters without memory stay without. Returns the names of the layers whose plain weights are [inputs,
+    outputs] in a checkpoint.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    names = frozenset(found)
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Conv1D) or holds_stacked_experts(module)
+    }
+    transposed = frozenset(name for name, module in found.items() if isinstance(module, Conv1D))
     while found:
-        name, module = found.popitem()  # so that its weight is freed before the next one is transposed
-        linear = nn.Linear(module.nx, module.nf, device="meta")
-        linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
-        linear.bias = module.bias
-        model.set_submodule(name, linear)
-    return names
+        name, module = found.popitem()  # so that it is freed before the next one is copied
+        new = _unify_linear(module) if isinstance(module, Conv1D) else unify_experts(module)
+        model.set_submodule(name, new)
+    return transposed
+
+
+def _unify_linear(module: Conv1D) -> nn.Linear:
+    linear = nn.Linear(module.nx, module.nf, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
+    linear.bias = module.bias
+    return linear
 
 
 def replace_linears(

@@ -16,7 +16,7 @@ from baton.model.linear.experts import is_experts
 from baton.model.linear.pack_model import rounds_activations
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.quantise import quantise
-from baton.model.linear.replace import unify_linears
+from baton.model.linear.replace import unify_forms
 from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weights import GROUP_SIZES, FloatWeight, Weight
 from baton.model.loading.gguf.gguf_file import GgufFile
@@ -175,7 +175,7 @@ def open_by_module(
         raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
     try:
         model = build_skeleton(model_class, config, options.dtype)
-        transposed = unify_linears(model)
+        transposed = unify_forms(model)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
             f"{path}: no {model_class.__name__} can be made of its configuration ({type(error).__name__}: {error}); "

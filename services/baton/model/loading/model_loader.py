@@ -20,7 +20,7 @@ from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
 from baton.model.linear.packer import WeightPacker
-from baton.model.linear.replace import unify_linears
+from baton.model.linear.replace import unify_forms
 from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
 from baton.model.loading.gguf.gguf_parts import gguf_files
 from baton.model.loading.image.image_cache import NO_CACHE, ModelSource, PackedModelCache, load_unshared
@@ -184,7 +184,7 @@ def _load_checkpoint(
         size = num_weights(path, own_name if is_text_part else bool) * options.dtype.itemsize
         require_memory(size, size)
         model = _load_plain(path, model_class, config, options.dtype, KEY_MAPPING if is_text_part else None)
-        unify_linears(model)
+        unify_forms(model)
         weight_format = "plain"
     return cast(Any, model).to(options.device).eval().requires_grad_(False), weight_format
 
@@ -192,7 +192,7 @@ def _load_checkpoint(
 def _new_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model without weights, whose layers have the forms of a loaded one."""
     model = build_skeleton(model_class, deepcopy(config), dtype)
-    unify_linears(model)
+    unify_forms(model)
     return model
 
 

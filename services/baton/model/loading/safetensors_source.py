@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from baton.core.errors import ModelError
-from baton.model.linear.experts import ExpertWeights, as_matrices
+from baton.model.linear.experts import STACKED, ExpertWeights, as_matrices
 from baton.model.linear.weights import FloatWeight, Weight
 from baton.model.loading.model_fingerprint import weight_files
 from baton.model.loading.quantised.module_tensors import CheckpointLayout, Tensors
@@ -161,7 +161,7 @@ class SafetensorsSource:
             return [ExpertWeights([first], second) for first, second in zip(*both, strict=True)]
         names = self._expert_names(module)
         if names is None:
-            return None
+            return self._stacked_experts(module, num_experts)
         found = []
         for number in range(num_experts):
             gate, up, down = (self._expert(f"{module}.{number}.{name}") for name in names)
@@ -208,6 +208,17 @@ class SafetensorsSource:
         if weight is None:
             raise ModelError(f"{self._dir} is incomplete: it has no weight of {module}")
         return weight
+
+    def _stacked_experts(self, module: str, num_experts: int) -> list[ExpertWeights[Weight]] | None:
+        """Read experts of DBRX, see `STACKED`; None if there are none."""
+        stacked = [tensor for name in STACKED if (tensor := self.tensor(f"{module}.{name}")) is not None]
+        if len(stacked) < len(STACKED):
+            return None
+        by_expert = zip(*(tensor.chunk(num_experts) for tensor in stacked), strict=True)
+        return [
+            ExpertWeights([FloatWeight(gate), FloatWeight(up)], FloatWeight(down.T.contiguous()))
+            for gate, up, down in by_expert
+        ]
 
     def _fp8_experts(self, module: str, name: str, num_experts: int) -> list[Weight]:
         values = self.tensor(f"{module}.{name}")

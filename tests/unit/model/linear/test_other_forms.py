@@ -1,6 +1,5 @@
 """Compares models that hold linear layers or experts in another form with transformers' own code."""
 
-from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, PreTrainedConfig
 
 from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import choose_backend
@@ -19,19 +17,15 @@ from baton.model.linear.experts import is_experts, replace_experts
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.quantise import quantise
 from baton.model.linear.weights import FloatWeight, Weight
+from baton.model.loading.checkpoint_weights import LoadOptions, open_by_module
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.quantised.module_tensors import Tensors
 from baton.model.loading.safetensors_source import SafetensorsSource
 from baton.model.step.forward import ModelForward
-from tests.model_families import ENDS, save_random
+from tests.model_families import OTHER_FORMS, save_random
 from tests.unit.model.linear.test_coded_experts import FORMATS, code, distances
 from tests.unit.model.test_decoder_backends import LENGTH, Prompts, answers, transformers_logits
 from tests.unit.model.test_text_part import save_muse_spark
-
-SIZES = {"vocab_size": 256, "initializer_range": 0.15}
-MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    "gpt2": lambda: GPT2Config(**SIZES, **ENDS, n_embd=64, n_layer=2, n_head=4, n_inner=96, n_positions=512),
-}
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +52,11 @@ def matrices(loaded: LoadedModel) -> set[str]:
     return {name for name in names if "router" not in name} - embeddings
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", list(OTHER_FORMS))
 def test_packed_and_plain_weights_give_transformers_logits_in_float32(
     name: str, tmp_path: Path, kernels: Kernels
 ) -> None:
-    path = save_random(MODELS[name](), tmp_path / "model")
+    path = save_random(OTHER_FORMS[name](), tmp_path / "model")
     plain, packed = load_model(path, dtype="float32", device="cpu"), load(path, kernels)
     assert not matrices(packed)
     right = transformers_logits(plain, LENGTH)
@@ -72,13 +66,26 @@ def test_packed_and_plain_weights_give_transformers_logits_in_float32(
         assert (answers(packed, products, LENGTH) - right).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize(("weights", "limit"), [("int8", 0.05), ("int4", 0.5)])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", list(OTHER_FORMS))
+def test_weights_that_are_read_one_by_one_are_those_that_transformers_reads(name: str, tmp_path: Path) -> None:
+    """As those of a checkpoint are that has some of its layers quantised."""
+    path = save_random(OTHER_FORMS[name](), tmp_path / "model")
+    plain = load_model(path, dtype="float32", device="cpu").model
+    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"), weights="auto")
+    with open_by_module(path, type(plain), plain.config, options) as pending:
+        model, _ = pending.load()
+    found, expected = (dict(each.named_parameters()) for each in (model, plain))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize(("weights", "limit"), [("int8", 0.1), ("int4", 0.5)])
+@pytest.mark.parametrize("name", list(OTHER_FORMS))
 def test_all_weights_are_quantised_and_run_natively(
     name: str, weights: str, limit: float, tmp_path: Path, kernels: Kernels
 ) -> None:
     """The choice of the backend includes its verification in bfloat16."""
-    path = save_random(MODELS[name](), tmp_path / "model")
+    path = save_random(OTHER_FORMS[name](), tmp_path / "model")
     right = transformers_logits(load_model(path, dtype="float32", device="cpu"), LENGTH)
     loaded = load(path, kernels, dtype="bfloat16", weights=weights)
     assert not matrices(loaded)
@@ -89,7 +96,7 @@ def test_all_weights_are_quantised_and_run_natively(
 
 def test_names_of_the_base_model_are_read(tmp_path: Path, kernels: Kernels) -> None:
     """GPT-2's published checkpoints lack the prefix of the base model."""
-    path = save_random(MODELS["gpt2"](), tmp_path / "model")
+    path = save_random(OTHER_FORMS["gpt2"](), tmp_path / "model")
     expected = load(path, kernels, weights="int8")
     tensors = load_file(path / "model.safetensors")
     stored = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -137,7 +144,7 @@ class OneWeight:
 
 def test_only_plain_weights_are_transposed(tmp_path: Path, kernels: Kernels) -> None:
     """Codes of GPTQ are by output also where the plain weight is by input."""
-    path, name = save_random(MODELS["gpt2"](), tmp_path / "model"), "transformer.h.0.attn.c_proj"
+    path, name = save_random(OTHER_FORMS["gpt2"](), tmp_path / "model"), "transformer.h.0.attn.c_proj"
     model, values = load(path, kernels).model, torch.randn(64, 64)
 
     def read(weight: Weight) -> Weight | None:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3TextConfig,
-    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -32,7 +31,7 @@ from baton.model.loading.image.image_file import ImageFile, ImageUnusable, Image
 from baton.model.loading.image.image_model import probe_logits
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.runtime import user_cache
-from tests.model_families import TINY
+from tests.model_families import OTHER_FORMS, TINY
 from tests.unit.model.loading.quantised_models import QWEN3, write_checkpoint
 from tests.unit.model.loading.test_published_layouts import CONFIGS
 
@@ -94,10 +93,8 @@ CASES = {
         lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
         {"weights": "int8"},
     ),
-    "plain linear layers of another form": (lambda: GPT2Config(**GPT2), {}),
-    "int8 linear layers of another form": (lambda: GPT2Config(**GPT2), {"weights": "int8"}),
+    **{f"{name}, {each}": (OTHER_FORMS[name], {"weights": each}) for name in OTHER_FORMS for each in ("auto", "int8")},
 }
-GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.15}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
 
