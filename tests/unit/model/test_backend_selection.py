@@ -1,5 +1,6 @@
 """Tests which backend is chosen, and which one replaces it if it fails: each failure is one warning."""
 
+import re
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedConfig, Starcoder2Config
+from transformers import GptOssConfig, JetMoeConfig, PreTrainedConfig, Starcoder2Config
 
 from baton.core.errors import ModelError
 from baton.core.kv.block_hash import token_ids
@@ -118,6 +119,22 @@ def test_the_fastest_backend_is_chosen_if_nothing_fails(
     assert chosen(load_model(save(Starcoder2Config(**TINY)), device="cpu")).name == "native attention"
     assert chosen(loaded, "torch").name == "torch"
     assert not warned()
+
+
+def test_weights_that_only_the_model_itself_can_multiply_are_named(
+    save: Callable[[PreTrainedConfig], Path], warned: Warnings
+) -> None:
+    """Those of JetMoE, which is refused with more than one expert a token. Routers alone are no warning."""
+    sizes = {name: size for name, size in TINY.items() if name != "num_attention_heads"}
+    config = JetMoeConfig(**sizes, num_experts_per_tok=1, num_local_experts=4, kv_channels=32)
+    chosen(load_model(save(config), device="cpu"))
+    (warning,) = warned()
+    assert warning.event == "weights_of_unknown_form"
+    assert re.fullmatch(r"\d\d% of the weights are in JetMoeParallelExperts", warning.problem)
+    chosen(
+        load_model(save(GptOssConfig(**TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2)), device="cpu")
+    )
+    assert len(warned()) == 1
 
 
 @pytest.mark.parametrize("broken", ["build", "serves"])

@@ -21,7 +21,7 @@ from baton.model.forms.describe import describe_decoder
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_kernel
 from baton.model.linear.experts import is_experts
 from baton.model.linear.linear import Linear
-from baton.model.linear.pack_model import holds_weight, pack_model
+from baton.model.linear.pack_model import holds_weight, pack_model, unknown_matrices
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.step.forward import Forward, ModelForward
@@ -33,6 +33,8 @@ log = get_logger(__name__)
 TRITON, COMPILED, GRAPHS = GPU_STAGES = "Triton attention", "compiled layers", "CUDA graphs"
 """The parts of the fastest backend of a GPU. Each builds on those before it."""
 NOTHING_REFUSED: Mapping[str, str] = MappingProxyType({})
+NOTICED_SHARE = 0.05
+"""Share of a model's weights in modules of unknown form that a worker warns of. Routers have less."""
 COMPILED_TOKENS = (1, 2)
 """Numbers of step tokens to compile for. One token is compiled specially; two stand for all larger
 numbers."""
@@ -180,6 +182,7 @@ def choose_backend(
     if native is not None and loaded.packer is None:
         pack_model(loaded.model, new_packer(native, loaded.dtype))
     _warn_of_reference_products(loaded)
+    _warn_of_unknown_matrices(loaded)
     attention_params = verify_masks(loaded, block_size_tokens)
     windows = tuple(params.window for params in attention_params)
     backend = None
@@ -208,6 +211,14 @@ def _warn_of_reference_products(loaded: LoadedModel) -> None:
     if number:
         hint = "their weights are dequantised at each step, which is slow; the kernels need a C++ compiler"
         log.warning("reference_products_used", num_modules=number, problem="no verified kernel", hint=hint)
+
+
+def _warn_of_unknown_matrices(loaded: LoadedModel) -> None:
+    shares = unknown_matrices(loaded.model)
+    if loaded.device.type == "cpu" and sum(shares.values()) > NOTICED_SHARE:
+        problem = f"{sum(shares.values()):.0%} of the weights are in {', '.join(sorted(shares))}"
+        hint = "the model's own code multiplies them, slower than Baton's kernels, and --weights leaves them plain"
+        log.warning("weights_of_unknown_form", problem=problem, hint=hint)
 
 
 def _cpu_backend(

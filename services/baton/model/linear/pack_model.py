@@ -1,6 +1,8 @@
 """Packs the linear layers of a loaded model, one matrix at a time. Its own code then multiplies natively."""
 
+from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from baton.model.linear.experts import (
     DOWN,
     GATE_UP,
     ExpertWeights,
+    are_replaced,
     bias_name,
     expert_linears,
     is_experts,
@@ -91,13 +94,35 @@ def _sharers(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> list[list[
 def holds_weight(module: object) -> bool:
     """True for a linear layer that holds a `Weight`, packed or not, in the place of a parameter."""
     is_product = all(hasattr(module, name) for name in ("in_features", "out_features", "bias"))
-    return is_product and isinstance(getattr(module, "weight", None), FloatWeight | CodedWeight | PackedWeight)
+    return is_product and _held_weight(module) is not None
 
 
 def rounds_activations(model: nn.Module) -> bool:
     """True if a linear layer has packed codes, whose product rounds activations to 8 bits."""
-    weights = [getattr(module, "weight", None) for module in model.modules()]
+    weights = [_held_weight(module) for module in model.modules()]
     return any(isinstance(weight, PackedWeight) and weight.is_coded for weight in weights)
+
+
+def unknown_matrices(model: nn.Module) -> dict[str, float]:
+    """Return the share of a model's weights in modules that no product here can compute, by class.
+
+    These are neither linear layers nor embeddings nor gated experts. The model's own code multiplies them.
+    """
+    sizes: Counter[str] = Counter()
+    held = {
+        id(weight): prod(weight.shape) for module in model.modules() if (weight := _held_weight(module)) is not None
+    }
+    total = sum(held.values()) + sum(parameter.numel() for parameter in model.parameters())
+    for module in model.modules():
+        if not isinstance(module, nn.Linear | nn.Embedding) and not is_experts(module) and not are_replaced(module):
+            own = module.parameters(recurse=False)
+            sizes[type(module).__name__] += sum(each.numel() for each in own if each.dim() > 1)
+    return {name: size / total for name, size in sizes.items() if size}
+
+
+def _held_weight(module: object) -> Weight | PackedWeight | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, FloatWeight | CodedWeight | PackedWeight) else None
 
 
 def _pack_shared(model: nn.Module, names: list[str], owners: list[nn.Module], packer: WeightPacker) -> None:

@@ -8,6 +8,9 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from baton.core.errors import ModelError
+from baton.model.backends.backend_selection import NOTICED_SHARE
+from baton.model.linear.pack_model import unknown_matrices
+from baton.model.linear.replace import unify_forms
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.skeleton import build_skeleton
 
@@ -40,16 +43,20 @@ def small_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | Non
 @pytest.mark.long
 def test_every_architecture_is_built_or_refused() -> None:
     outcomes: dict[str, str] = {}
+    unknown: dict[str, float] = {}
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         config = small_config(config_class)
         if config is None:
             continue
         try:
-            build_skeleton(causal_lm_class(config), config, torch.float32)
+            model = build_skeleton(causal_lm_class(config), config, torch.float32)
         except ModelError as error:
             outcomes[config.model_type] = "cannot build" if "cannot build" in str(error) else "refused"
         else:
             outcomes[config.model_type] = "built"
+            unify_forms(model)
+            unknown[config.model_type] = sum(unknown_matrices(model).values())
     assert list(outcomes.values()).count("built") > 60
     assert {"refused", "cannot build"} <= set(outcomes.values())
     assert {outcomes[name] for name in ("llama", "qwen3", "gemma3_text", "olmo3", "granite", "mistral")} == {"built"}
+    assert {name for name, share in unknown.items() if share > NOTICED_SHARE} == {"jetmoe", "longcat_flash"}
