@@ -4,11 +4,14 @@ from zlib import crc32
 
 from xdist.scheduler import LoadFileScheduling
 
+from tests.scale import sized
+
 SPLIT_FILES = ("tests/sim/test_storm.py", "tests/sim/test_storm_of_this_code.py")
-"""Files with thousands of tests that share nothing. Otherwise one process would run them long after the
-others have ended."""
-PARTS = 8
-"""Parts of each split file. A process runs one part at a time."""
+"""Files with hundreds of tests in full size, which need not share anything. Otherwise one process would run
+them long after the others have ended."""
+PARTS = sized(1, 8)
+"""Parts of each split file. A process runs one part at a time. In `make test` the files are short, and their
+tests share storms."""
 
 
 class FileScheduling(LoadFileScheduling):

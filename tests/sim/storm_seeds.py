@@ -8,18 +8,21 @@ from tests.scale import sized
 
 ROOT = Path(__file__).parents[2]
 PINNED = Path(__file__).with_name("pinned_seeds.txt")
-NUM_SEEDS = sized(6, 120)
-"""Number of fixed seeds, and of drawn ones."""
+SHORT_SEEDS = (1, 2, 240, 310, 440, 614843799, 1686069729, 3086585237)
+"""The fixed seeds of `make test`. Together they have all tiers, windows, draft models, kinds of reads and
+admission, and all policies but the round robin."""
+NUM_FIXED, NUM_DRAWN = 120, sized(3, 120)
+"""Numbers of first seeds in `make test-long`, and of drawn ones."""
 
 
 def fixed_seeds() -> list[int]:
-    """Return the seeds that are always the same: the first ones, and the pinned ones.
+    """Return the seeds that are always the same: in `make test-long` the first ones, and the pinned ones.
 
     A line of the file is `SEED  reason`; `#` begins a comment.
     """
     lines = (line.partition("#")[0].split() for line in PINNED.read_text(encoding="utf-8").splitlines())
     pinned = [int(line[0]) for line in lines if line]
-    return list(dict.fromkeys([*range(NUM_SEEDS), *pinned]))
+    return sized(list(SHORT_SEEDS), list(dict.fromkeys([*range(NUM_FIXED), *pinned])))
 
 
 def drawn_seeds() -> list[int]:
@@ -28,7 +31,7 @@ def drawn_seeds() -> list[int]:
     Without git they are fixed.
     """
     first = int.from_bytes(hashlib.sha256(tree_hash().encode()).digest()[:4], "big")
-    return [1_000_000 + first + number for number in range(NUM_SEEDS)]
+    return [1_000_000 + first + number for number in range(NUM_DRAWN)]
 
 
 def tree_hash() -> str:

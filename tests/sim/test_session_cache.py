@@ -15,7 +15,7 @@ RETAINED_BLOCKS = 24
 
 @cache
 def given() -> Setup:
-    return setup(seconds=sized(300.0, 600.0), workers=1, ratio=1.5, seed=1)
+    return setup(seconds=sized(150.0, 600.0), workers=1, ratio=1.5, seed=sized(2, 1))
 
 
 @cache
