@@ -29,8 +29,9 @@ _WITH_PIPE = (
 class Page:
     """One page of the browser. `problems` has its console warnings and errors, and failed script."""
 
-    def __init__(self, browser: "Browser", session: str) -> None:
+    def __init__(self, browser: "Browser", session: str, context: str) -> None:
         self._browser = browser
+        self._context = context
         self.session = session
         self.problems: list[str] = []
 
@@ -68,6 +69,14 @@ class Page:
         answer = await self.call("Page.navigate", url=url)
         assert "errorText" not in answer, f"{url}: {answer['errorText']}"
         await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+
+    async def run_in_new_documents(self, script: str) -> None:
+        """Run a script in each document that is opened from now on, before its own scripts."""
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
+    async def close(self) -> None:
+        """Close the page and forget its cookies. The browser goes on."""
+        await self._browser.call("Target.disposeBrowserContext", {"browserContextId": self._context})
 
     async def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -108,7 +117,7 @@ class Browser:
         context = (await self.call("Target.createBrowserContext"))["browserContextId"]
         created = await self.call("Target.createTarget", {"url": "about:blank", "browserContextId": context})
         attached = await self.call("Target.attachToTarget", {"targetId": created["targetId"], "flatten": True})
-        page = self._pages[attached["sessionId"]] = Page(self, attached["sessionId"])
+        page = self._pages[attached["sessionId"]] = Page(self, attached["sessionId"], context)
         for domain in ("Page", "Runtime", "Log", "Network"):
             await page.call(f"{domain}.enable")
         return page

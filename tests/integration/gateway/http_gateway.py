@@ -135,10 +135,18 @@ async def http_gateway(
     tls: CertificatePair | None = None,
     max_connections: int = 4096,
     cors_allow_origins: tuple[str, ...] = (),
+    send_buffer_bytes: int | None = None,
     **limits: Any,
 ) -> AsyncIterator[HttpGateway]:
+    """Run a gateway.
+
+    send_buffer_bytes: size of the kernel's buffers for what clients do not read. None: as the kernel chooses,
+        up to some MB.
+    """
     async with cluster(*workers, tokenizer=tokenizer, keys=keys, **LONG_LIMITS | limits) as c:
         sock = listen("127.0.0.1", 0, flag="--http-port")
+        if send_buffer_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # connections inherit it
         app = HttpApp(
             c.gateway,
             AdminService(c.gateway, ProcessInfo(process_id="gateway-0")),

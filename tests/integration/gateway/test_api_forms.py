@@ -312,11 +312,11 @@ async def test_memory_is_free_after_a_response_and_after_a_client_that_left(gate
 
 
 async def test_response_that_is_never_read_loses_its_connection_and_its_memory() -> None:
-    async with http_gateway(*PD, unread_s=1.0) as gateway:
+    async with http_gateway(*PD, unread_s=1.0, send_buffer_bytes=2**16) as gateway:
         await make_fast(gateway)
-        gateway.cluster.scheduler.workers[1].tokens_a_step = 10_000
+        gateway.cluster.scheduler.workers[1].tokens_a_step = 1_000
         raw = await gateway.connect()
-        fields = {"max_output_tokens": 60_000, "include": ["message.output_text.logprobs"], "stream": True}
+        fields = {"max_output_tokens": 20_000, "include": ["message.output_text.logprobs"], "stream": True}
         await raw.send(request_bytes(RESPONSES, json.dumps({"input": "x", **fields}).encode()))
         await until(lambda: gateway.cluster.scheduler.actuals, timeout_s=60)
         await until(lambda: not gateway.server.connections, timeout_s=30)

@@ -241,7 +241,7 @@ async def test_silent_calls_of_many_connections_do_not_keep_out_a_health_check()
 
 async def test_health_check_whose_message_does_not_arrive_is_refused() -> None:
     # The second call stops waiting long before the first one's time is over, even if it begins late.
-    async with served(wait_s=0.2, read_s=4.0) as (port, _, c), asyncio.timeout(50):
+    async with served(wait_s=0.2, read_s=2.0) as (port, _, c), asyncio.timeout(50):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HTTP2_START + b"".join(unfinished_call(stream, b"", CHECK) for stream in (1, 3)))
         ended = await ended_streams(reader, 2)

@@ -18,6 +18,7 @@ from tests.certificates import Authority
 from tests.integration.gateway.http_gateway import RawConnection, http_gateway, request_bytes
 from tests.integration.gateway.test_bounded_grpc import read_frame, served, unfinished_call
 from tests.malformed_connections import HEADERS, HTTP2_START
+from tests.scale import sized
 from tests.unit.gateway.fakes import until
 
 pytestmark = pytest.mark.integration
@@ -100,9 +101,10 @@ async def test_unfinished_heads_share_a_budget_and_the_largest_gives_way() -> No
 
 QUEUED = {
     "short requests": b"GET / HTTP/1.1\r\n\r\n" * 10_000,
-    "many headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 2_000 + b"\r\n") * 8,
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * sized(1_000, 2_000) + b"\r\n") * 8,
     "bodies": request_bytes("/v1/completions", b" " * 30_000) * 10,
 }
+NUM_CONNECTIONS = sized(4, 10)
 RUNNING = request_bytes("/v1/completions", b'{"prompt": "x", "max_tokens": 2}')
 
 
@@ -111,22 +113,22 @@ async def test_memory_of_requests_that_wait_for_an_earlier_response_is_counted(q
     async with http_gateway(HYBRID) as gateway:
         budget, worker = gateway.cluster.gateway.budget, gateway.cluster.scheduler.workers[0]
         worker.prefill_s = 1e6
-        connections = [await gateway.connect() for _ in range(10)]
+        connections = [await gateway.connect() for _ in range(NUM_CONNECTIONS)]
         for connection in connections:
             await connection.send(RUNNING)
-        await until(lambda: len(worker.jobs) == 10, timeout_s=20)
+        await until(lambda: len(worker.jobs) == NUM_CONNECTIONS, timeout_s=20)
         assert budget.used(Account.HEADS) == 0
         tracemalloc.start()
         try:
             for connection in connections:
                 connection.writer.write(memoryview(queued))
             await until(lambda: all(each.pipeline for each in gateway.server.connections), timeout_s=60)
-            traced = tracemalloc.take_snapshot().filter_traces(
-                [tracemalloc.Filter(False, "*/asyncio/*"), tracemalloc.Filter(False, "*/tests/*")]
-            )
+            by_file = {
+                each.traceback[0].filename: each.size for each in tracemalloc.take_snapshot().statistics("filename")
+            }
         finally:
             tracemalloc.stop()
-        held_bytes = sum(trace.size for trace in traced.traces)
+        held_bytes = sum(size for file, size in by_file.items() if "/asyncio/" not in file and "/tests/" not in file)
         assert 0.9 * held_bytes < budget.used(Account.HEADS)
         for connection in connections:
             await connection.close()

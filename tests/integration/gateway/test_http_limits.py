@@ -275,7 +275,7 @@ async def test_disconnect_cancels_the_request_on_all_workers(gateway: HttpGatewa
 
 
 async def test_slow_reader_is_cancelled_and_others_are_served() -> None:
-    async with http_gateway(*PD, stream_buffer_bytes=16 * 1024) as gateway:
+    async with http_gateway(*PD, stream_buffer_bytes=16 * 1024, send_buffer_bytes=2**16) as gateway:
         p0, d0 = gateway.cluster.scheduler.workers
         for worker in (p0, d0):
             worker.report = replace(worker.report, max_model_len=10**6)
@@ -284,7 +284,7 @@ async def test_slow_reader_is_cancelled_and_others_are_served() -> None:
         d0.step_s, d0.tokens_a_step = 0.02, 500
         await until(lambda: gateway.cluster.gateway.view.max_model_len == 10**6)
         raw = await gateway.connect()
-        body = {"prompt": "x", "max_tokens": 900_000, "stream": True, "return_token_ids": True, "n": 4}
+        body = {"prompt": "x", "max_tokens": 100_000, "stream": True, "return_token_ids": True, "n": 4}
         await raw.send(request_bytes(COMPLETIONS, json.dumps(body).encode()))
         await until(lambda: d0.cancels, timeout_s=60)
         assert {cancel.reason for cancel in d0.cancels} == {Reason.SLOW_READER}

@@ -1,14 +1,19 @@
 """The live view's page in headless Chromium, with canned snapshots: drawing, pausing and reconnecting."""
 
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from tests.browser import BROWSER, Page, chromium
+from tests.browser import BROWSER, Browser, Page, chromium
 from tests.integration.gateway.canned_view import NOW, CannedView, canned_view, point
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(BROWSER is None, reason="browser: no Chromium on the PATH")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(BROWSER is None, reason="browser: no Chromium on the PATH"),
+]
 
 HYBRID = (("h0", "hybrid"), ("h1", "hybrid"))
 THREE_ROLES = (("p0", "prefill"), ("p1", "prefill"), ("h0", "hybrid"), ("h1", "hybrid"), ("d0", "decode"))
@@ -35,6 +40,7 @@ RECORD_PLOTS = """(() => {
   window.received = 0;
   JSON.parse = (...values) => { received += 1; return parse(...values); };
 })()"""
+FAST_TIMERS = "(() => { const begin = setTimeout; window.setTimeout = (run, ms) => begin(run, ms / 10); })()"
 RECORD_RETRIES = """(() => {
   window.retries = new Set();
   const [begin, end] = [setTimeout, clearTimeout];
@@ -50,6 +56,19 @@ BARS = """Object.fromEntries([...document.querySelectorAll("#waterfall .bar-row"
   return [row.querySelector(".name").textContent,
     [`${left.toFixed(1)} to ${(left + width).toFixed(1)}`, row.querySelector(".value").textContent]];
 }))"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    async with chromium(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(browser: Browser) -> AsyncIterator[Page]:
+    empty = await browser.new_page()
+    yield empty
+    await empty.close()
 
 
 async def opened(page: Page, view: CannedView, record: str = "0") -> None:
@@ -69,10 +88,16 @@ def open_request() -> dict[str, Any]:
     return request | {"num_attempts": 1, "prefill": "p0", "decode": "d0", "ttft": None, "tpot": None, "met": None}
 
 
-@pytest.mark.parametrize("workers", [HYBRID, PAIR, THREE_ROLES], ids=["hybrid", "pair", "three-roles"])
-async def test_nodes_do_not_cover_each_other_and_all_is_visible(tmp_path: Path, workers: Any) -> None:
-    async with canned_view(*workers) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.long),
+        pytest.param(PAIR, id="pair", marks=pytest.mark.long),
+        pytest.param(THREE_ROLES, id="three-roles"),
+    ],
+)
+async def test_nodes_do_not_cover_each_other_and_all_is_visible(page: Page, workers: Any) -> None:
+    async with canned_view(*workers) as view:
         peer = {**view.base["links"][0], "owner": workers[-1][0], "reader": workers[-2][0], "inflight": 4096}
         view.send(links=[*view.base["links"], peer])
         for width in (1280, 1000, 900, 820, 768, 730, 700, 640, 500, 390):
@@ -82,9 +107,8 @@ async def test_nodes_do_not_cover_each_other_and_all_is_visible(tmp_path: Path, 
         assert page.problems == []
 
 
-async def test_transfer_in_progress_stays_visible_when_the_page_grows(tmp_path: Path) -> None:
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+async def test_transfer_in_progress_stays_visible_when_the_page_grows(page: Page) -> None:
+    async with canned_view(*PAIR) as view:
         await page.resize(1280)
         await opened(page, view)
         moving = "document.querySelectorAll('#topology .wire.moving').length"
@@ -99,9 +123,8 @@ async def test_transfer_in_progress_stays_visible_when_the_page_grows(tmp_path: 
         assert await page.run(moving) == 1
 
 
-async def test_paused_page_stores_points_and_keeps_what_it_shows(tmp_path: Path) -> None:
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+async def test_paused_page_stores_points_and_keeps_what_it_shows(page: Page) -> None:
+    async with canned_view(*PAIR) as view:
         await opened(page, view, RECORD_PLOTS)
         await page.press("p")
         for step in range(1, 5):
@@ -116,9 +139,8 @@ async def test_paused_page_stores_points_and_keeps_what_it_shows(tmp_path: Path)
         assert (await page.run("document.getElementById('model').textContent")).startswith("model 4")
 
 
-async def test_candidates_are_those_of_the_request_in_the_title(tmp_path: Path) -> None:
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+async def test_candidates_are_those_of_the_request_in_the_title(page: Page) -> None:
+    async with canned_view(*PAIR) as view:
         await opened(page, view)
         record = {"attempt": 1, "placement": None, "rejection": None, "excluded": {}, "actuals": {}}
         record |= {"candidates": [], "columns": []}
@@ -129,9 +151,9 @@ async def test_candidates_are_those_of_the_request_in_the_title(tmp_path: Path) 
             assert f"policy {name}" in await page.run("document.getElementById('decisions').textContent")
 
 
-async def test_refused_page_says_why_and_comes_back(tmp_path: Path) -> None:
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+async def test_refused_page_says_why_and_comes_back(page: Page) -> None:
+    await page.run_in_new_documents(FAST_TIMERS)
+    async with canned_view(*PAIR) as view:
         view.refusal = 429, "too many viewers; close another view"
         await page.open(view.url)
         await page.until("document.getElementById('state').textContent", "too many viewers; close another view".__eq__)
@@ -139,9 +161,9 @@ async def test_refused_page_says_why_and_comes_back(tmp_path: Path) -> None:
         await page.until("document.getElementById('state').textContent", "serving".__eq__)
 
 
-async def test_hidden_page_does_not_reconnect_and_a_visible_one_does_once(tmp_path: Path) -> None:
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+async def test_hidden_page_does_not_reconnect_and_a_visible_one_does_once(page: Page) -> None:
+    await page.run_in_new_documents(FAST_TIMERS)
+    async with canned_view(*PAIR) as view:
         await opened(page, view, RECORD_RETRIES)
         view.refusal = 429, "too many viewers"
         for _ in range(3):
@@ -157,9 +179,8 @@ async def test_hidden_page_does_not_reconnect_and_a_visible_one_does_once(tmp_pa
         assert await page.run("retries.size") == 0
 
 
-async def test_only_an_unknown_request_is_forgotten(tmp_path: Path) -> None:
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+async def test_only_an_unknown_request_is_forgotten(page: Page) -> None:
+    async with canned_view(*PAIR) as view:
         request = open_request()
         answers = [(500, {"error": {"message": "internal error"}})]
         view.details = lambda _: answers[-1]
@@ -175,7 +196,7 @@ async def test_only_an_unknown_request_is_forgotten(tmp_path: Path) -> None:
         await page.until("document.getElementById('detail-text').textContent.includes('no longer remembered')")
 
 
-async def test_waterfall_shows_the_phases_of_the_workers(tmp_path: Path) -> None:
+async def test_waterfall_shows_the_phases_of_the_workers(page: Page) -> None:
     phases = [
         {"name": "KV transfer", "begin": 0.3, "end": 0.97, "reported": 0.05},
         {"name": "decode", "begin": 1.0, "end": 1.5, "reported": 0.5},
@@ -188,8 +209,7 @@ async def test_waterfall_shows_the_phases_of_the_workers(tmp_path: Path) -> None
     record["predicted"] = [{"label": "queue", "seconds": 0.01}, {"label": "exposed KV", "seconds": 0.02}]
     details = open_request() | {"message": "", "attempts": [attempt], "first": 0.3, "last": 1.5, "total": 2.0}
     details |= {"decisions": [record | {"candidates": [candidate], "columns": [column]}]}
-    async with canned_view(*PAIR) as view, chromium(tmp_path) as browser:
-        page = await browser.new_page()
+    async with canned_view(*PAIR) as view:
         view.details = lambda _: (200, details)
         view.send(open=[open_request()])
         await opened(page, view)
