@@ -82,7 +82,10 @@ async def started(**roles: int) -> SimCluster:
 
 
 @pytest.mark.fault("F-52")
-@pytest.mark.parametrize(("seed", "temperature"), [(1, 0.0), (2, 1.0)], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("seed", "temperature"),
+    [pytest.param(1, 0.0, marks=pytest.mark.long, id="greedy"), pytest.param(2, 1.0, id="seeded")],
+)
 def test_constrained_answer_is_the_same_on_any_workers_and_after_a_kill_at_any_token(
     seed: int, temperature: float
 ) -> None:

@@ -24,7 +24,7 @@ CAPACITY_PER_S = 25.0
 """Slightly less than two prefill workers can do: each takes 70 ms for a prompt of 60 tokens."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 60, 20
 TTFT_SLO_S, TPOT_SLO_S = 0.6, 0.05
-OVERLOAD_S = sized(3.0, 60.0)
+OVERLOAD_S = sized(2.0, 60.0)
 SETTLED_S = sized(3.0, 5.0)
 
 

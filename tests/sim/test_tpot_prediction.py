@@ -93,7 +93,7 @@ def timelines(prefill_load: float, seed: int = 3) -> list[Timeline]:
     return virtual_time.run(main())
 
 
-@pytest.mark.parametrize("prefill_load", [0.15, 0.6])
+@pytest.mark.parametrize("prefill_load", [pytest.param(0.15, marks=pytest.mark.long), 0.6])
 def test_tpot_prediction_is_near_the_actual_under_continuous_prompts(prefill_load: float) -> None:
     """From the prompts known at placement alone, a third of the actual TPOT is predicted at a load of 0.6."""
     ratios = [(timeline.predicted_tpot_s or 0) / (timeline.tpot_s or 1) for timeline in timelines(prefill_load)]
