@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -166,26 +167,40 @@ def test_each_value_is_described() -> None:
     assert list(leaves(values)) == list(DESCRIBED)
 
 
+@dataclass
+class Found:
+    """What earlier values have shown.
+
+    texts: each base, rendered.
+    base_of: the last base in which a value of a section had an effect. It is tried first for the next one.
+    """
+
+    texts: dict[int, str] = field(default_factory=dict)
+    base_of: dict[str, int] = field(default_factory=dict)
+
+
 @pytest.mark.parametrize("path", [path for path in DESCRIBED if not path.startswith(NEEDS_FILES)])
-def test_every_value_has_an_effect(helm: Renderer, path: str, base_texts: dict[int, str]) -> None:
-    default = DESCRIBED[path]
-    values = (True, False) if isinstance(default, bool) else (other_than(path, default),)
-    for number, base in enumerate(BASES):
-        if number not in base_texts:
-            base_texts[number] = helm.text(merged(SECRETS, base))
-        for value in values:
-            try:
-                if helm.text(merged(merged(SECRETS, base), at(path, value))) != base_texts[number]:
-                    return
-            except RenderError as refused:  # a value that only another base can have, or a switch that has to be on
-                if isinstance(default, bool) and refused.mentions(path):
-                    return
+def test_every_value_has_an_effect(helm: Renderer, path: str, found: Found) -> None:
+    default, section = DESCRIBED[path], path.partition(".")[0]
+    for number in sorted(range(len(BASES)), key=lambda number: number != found.base_of.get(section, 0)):
+        base = merged(SECRETS, BASES[number])
+        if number not in found.texts:
+            found.texts[number] = helm.text(base)
+        is_on = value_at(base, path, default)
+        value = not is_on if isinstance(default, bool) else other_than(path, default)
+        try:
+            has_effect = helm.text(merged(base, at(path, value))) != found.texts[number]
+        except RenderError as refused:  # a value that only another base can have, or a switch that has to be on
+            has_effect = isinstance(default, bool) and refused.mentions(path)
+        if has_effect:
+            found.base_of[section] = number
+            return
     pytest.fail(f"{path} changes nothing")
 
 
-@pytest.fixture(scope="session")
-def base_texts() -> dict[int, str]:
-    return {}
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return Found()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -206,8 +221,10 @@ def leaves_of(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield below
 
 
-def value_at(values: Any, path: str) -> Any:
+def value_at(values: Any, path: str, missing: Any = None) -> Any:
     for name in path.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return missing
         values = values[name]
     return values
 
