@@ -3,6 +3,7 @@
 With the demo model; every token is compared with an answer of the model alone.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -118,6 +119,7 @@ async def test_a_restarted_cluster_hits_as_much_as_before(tmp_path: Path, checke
     assert cached_share(before[::2]) == 0.0
 
 
+@pytest.mark.long  # `make test` covers this by test_disk_of_peer.py, in tests/sim and in tests/unit/worker
 async def test_a_prompt_on_the_disk_of_a_decode_worker_is_not_computed_again(
     tmp_path: Path, checker: ExactnessChecker
 ) -> None:
@@ -130,8 +132,10 @@ async def test_a_prompt_on_the_disk_of_a_decode_worker_is_not_computed_again(
 
     @asynccontextmanager
     async def cluster_with_one_disk() -> AsyncIterator[tuple[ProcessCluster, Client]]:
-        async with process_cluster(prefill=0, decode=1, wait=False, **settings) as cluster:
-            await cluster.start_worker("p0", disk_kv=None, disk_kv_size=None)
+        async with process_cluster(prefill=0, decode=0, wait=False, **settings) as cluster:
+            await asyncio.gather(
+                cluster.start_worker("p0", disk_kv=None, disk_kv_size=None), cluster.start_worker("d0")
+            )
             await cluster.wait_ready()
             async with Client(cluster) as client:
                 yield cluster, client

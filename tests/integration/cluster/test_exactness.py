@@ -107,6 +107,7 @@ async def test_prompt_logprobs_of_disaggregated_answers_equal_the_reference(disa
     await disaggregated.check_clean()
 
 
+@pytest.mark.long  # `make test` covers this by tests/sim/test_constrained.py and test_constrained_exactness.py
 async def test_constrained_samples_of_disaggregated_answers_equal_the_reference(disaggregated: ProcessCluster) -> None:
     responses = await send_all(disaggregated, constrained_requests(0))
     await disaggregated.check_clean()

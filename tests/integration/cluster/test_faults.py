@@ -96,6 +96,7 @@ async def cached_blocks(cluster: ProcessCluster) -> dict[str, int]:
     return {w.worker.worker_id: w.blocks.cached for w in (await cluster.status()).workers}
 
 
+@pytest.mark.long  # `make test` covers this by test_transfer_between_processes.py, and by test_relay_faults.py
 @pytest.mark.fault("F-8")
 async def test_prefill_worker_restart_at_the_same_address_is_recognized(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
@@ -122,7 +123,7 @@ async def test_prefill_worker_restart_at_the_same_address_is_recognized(
 
 
 @pytest.mark.fault("F-34", "F-35")
-@pytest.mark.parametrize("phase", ["queued", "prefill", "streaming"])
+@pytest.mark.parametrize("phase", ["queued", pytest.param("prefill", marks=pytest.mark.long), "streaming"])
 async def test_cancel_and_deadline_end_the_work_in_every_phase(
     cluster: ProcessCluster, auditor: CacheAuditor, phase: str
 ) -> None:

@@ -282,6 +282,7 @@ async def lost_readers(addresses: GatewayAddresses) -> dict[str, int]:
     return {line.split('endpoint="')[1].split('"')[0]: round(float(line.rsplit(" ", 1)[1])) for line in counts}
 
 
+@pytest.mark.long  # `make test` covers this by test_http_limits.py and test_inference_service.py, in one process
 @pytest.mark.fault("F-42")
 async def test_client_that_does_not_read_loses_its_request_and_others_are_unaffected(
     cluster: ProcessCluster,

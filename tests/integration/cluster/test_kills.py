@@ -302,8 +302,7 @@ async def test_scheduler_crash_under_load_loses_no_request(
     await auditor.audit(cluster)
 
 
-# `make test` runs test_decode_workers_prefill_locally_without_any_prefill_worker and unit tests instead.
-@pytest.mark.long
+@pytest.mark.long  # `make test` covers this by tests/sim/test_lost_role.py
 @pytest.mark.fault("F-9")
 async def test_request_without_any_decode_worker_fails_with_no_workers(cluster: ProcessCluster) -> None:
     await restore(cluster)
@@ -320,6 +319,7 @@ async def test_request_without_any_decode_worker_fails_with_no_workers(cluster: 
         assert (await client.send(new_requests(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_complete
 
 
+@pytest.mark.long  # `make test` covers this by tests/sim/test_lost_role.py
 @pytest.mark.fault("F-9")
 async def test_decode_workers_prefill_locally_without_any_prefill_worker(
     cluster: ProcessCluster, checker: ExactnessChecker

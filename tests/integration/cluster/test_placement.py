@@ -224,7 +224,7 @@ async def flushed(cluster: ProcessCluster) -> None:
 @pytest.mark.fault("F-27", "F-28", "F-29")
 @pytest.mark.parametrize(
     "fault",
-    [killed, stopped, pytest.param(slow, marks=pytest.mark.long), flushed],
+    [killed, pytest.param(stopped, marks=pytest.mark.long), pytest.param(slow, marks=pytest.mark.long), flushed],
     ids=lambda fault: fault.__name__,
 )
 async def test_redis_fault_under_load_fails_no_request(
@@ -364,6 +364,7 @@ async def test_scheduler_restart_under_load_places_no_request_twice(cluster: Pro
     await cluster.check_clean()
 
 
+@pytest.mark.long  # `make test` covers this by test_transfer_between_processes.py and tests/sim/test_storm.py
 @pytest.mark.fault("F-2")
 async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(cluster: ProcessCluster) -> None:
     """The owner of a prefix is busy, so another worker pulls the prefix and is paused after the second slice.

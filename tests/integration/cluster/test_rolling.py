@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 VOCAB_SIZE, STEP_MS = 4096, 10
 EMULATED = {"device": "emulated", "emulated_costs": f"step={STEP_MS}ms,prefill_token=20us", "transfer": "local"}
-DRAIN_S, STREAM_TOKENS = 2.0, 700
+DRAIN_S, STREAM_TOKENS = 1.5, 500
 """The streams of a draining worker need more than three times its drain time."""
 
 

@@ -20,12 +20,13 @@ from baton.rpc.channel import channel_options, open_channel
 from tests.cluster import ProcessCluster, process_cluster
 from tests.emulated_answer import emulated_answer
 from tests.integration.cluster.clients import Client, Request, Response
+from tests.scale import sized
 from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK_SIZE_TOKENS = 16
-FIRST_TOKENS, ANSWER_TOKENS, MORE_TOKENS, NUM_TURNS = 600, 200, 60, 4
+FIRST_TOKENS, ANSWER_TOKENS, MORE_TOKENS, NUM_TURNS = 600, 200, 60, sized(3, 4)
 MAX_MODEL_LEN = 4096
 MODEL: EmulatedModel = read_emulated_model(DEMO_DIR, dtype="float32", max_model_len=MAX_MODEL_LEN)
 
@@ -99,5 +100,5 @@ async def test_answer_is_a_prefix_source_for_the_next_turn(cluster: ProcessClust
     assert computed_at - {"d0"}
     assert [record.query.session_key for record in records] == ["conversation"] * NUM_TURNS
     turns = [record.session for record in records]
-    assert [turn and turn.turn for turn in turns] == [1, 2, 3, 4]
+    assert [turn and turn.turn for turn in turns] == [*range(1, NUM_TURNS + 1)]
     assert all(turn is not None and turn.gap_s is not None and turn.gap_s >= 0.5 for turn in turns[1:])

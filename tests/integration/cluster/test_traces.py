@@ -232,6 +232,7 @@ async def test_absent_collector_fails_no_request_and_is_logged_once(
     await asyncio.wait_for(until_recovered(), 60)
 
 
+@pytest.mark.long  # `make test` covers this by tests/unit/runtime/test_tracing.py
 async def test_requests_and_the_end_of_a_process_do_not_wait_for_exports(
     cluster: ProcessCluster, collector: Collector
 ) -> None:

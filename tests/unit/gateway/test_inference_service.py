@@ -183,6 +183,7 @@ async def test_closing_that_is_cancelled_gives_the_unread_bytes_back() -> None:
         assert c.gateway.budget.used(Account.UNSENT) == 0
 
 
+@pytest.mark.fault("F-42")
 @virtual
 async def test_request_of_a_client_that_does_not_read_is_cancelled() -> None:
     async with cluster(*PD, stream_buffer_bytes=2000) as c:
