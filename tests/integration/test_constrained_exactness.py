@@ -229,7 +229,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+SAMPLINGS = pytest.mark.parametrize(
+    "sampling", [pytest.param(GREEDY, marks=pytest.mark.long, id="greedy"), pytest.param(SEEDED, id="seeded")]
+)
+OTHER_VARIANTS = {"greedy", "seeded", "seeded penalties"}
+"""Those of which the others contain each rule. They run in `make test-long` only."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in OTHER_VARIANTS else name for name in VARIANTS]
+)
 def test_constrained_answers_equal_the_reference(
     name: str, workers: list[ConstrainedWorker], reference: torch.nn.Module
 ) -> None:
@@ -249,7 +258,7 @@ def test_constrained_answers_equal_the_reference(
 
 
 @pytest.mark.fault("F-52")
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@SAMPLINGS
 def test_constrained_answers_survive_preemption_and_a_retry_at_any_token(
     sampling: Sampling, workers: list[ConstrainedWorker]
 ) -> None:
@@ -279,7 +288,7 @@ THINK_END = 1
 """A special token of the demo model, which stands for the end of the reasoning."""
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@SAMPLINGS
 def test_samples_with_reasoning_do_not_depend_on_the_prefix_cache_or_on_preemption(
     sampling: Sampling, workers: list[ConstrainedWorker]
 ) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
     "backend",
     [
         "local",
-        "collective",
+        pytest.param("collective", marks=pytest.mark.long),
         pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux")),
     ],
 )

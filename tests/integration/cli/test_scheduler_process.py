@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 LIMIT_S = 60.0
 LONG_LIMITS = ("--heartbeat-s", "5", "--detection-s", "60")
 """For tests whose worker reports once: on a busy machine neither it nor a connection is taken for lost."""
-SHORT_LIMITS = ("--heartbeat-s", "0.5", "--detection-s", "5")
+SHORT_LIMITS = ("--heartbeat-s", "0.5", "--detection-s", "2")
 """For tests without a worker: a new scheduler waits for reports for this long before it rejects."""
 ROOT = Path(__file__).resolve().parents[3]
 

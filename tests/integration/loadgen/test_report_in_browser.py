@@ -65,7 +65,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @needs_browser
 @pytest.mark.parametrize(
     ("name", "width", "is_dark"),
-    [("one", 1280, False), ("one", 500, True), ("two", 500, False), ("two", 1280, True), ("twenty", 500, False)],
+    [
+        pytest.param("one", 1280, False, marks=pytest.mark.long),
+        ("one", 500, True),
+        pytest.param("two", 500, False, marks=pytest.mark.long),
+        ("two", 1280, True),
+        ("twenty", 500, False),
+    ],
 )
 def test_page_is_drawn_without_console_errors_and_legible(
     pages: dict[str, Path], name: str, width: int, is_dark: bool, tmp_path: Path

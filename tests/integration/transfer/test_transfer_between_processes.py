@@ -19,8 +19,7 @@ NOTICED_S = 5.0
 """Longest time until a reader has noticed that its owner is dead: the default of `detection_s`."""
 NIXL = pytest.param("nixl", marks=on_linux)
 COLLECTIVE = pytest.param("collective", marks=pytest.mark.long)
-BACKENDS = [NIXL, "local", COLLECTIVE]
-FAULT_BACKENDS = [NIXL, pytest.param("local", marks=pytest.mark.long), COLLECTIVE]
+BACKENDS = [NIXL, pytest.param("local", marks=pytest.mark.long), COLLECTIVE]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
 LONG_LIMITS = {"PEER_TIME_FACTOR": "10"}
@@ -132,7 +131,7 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
 
 
 @pytest.mark.fault("F-2")
-@pytest.mark.parametrize("backend", FAULT_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) -> None:
     """A pull from the old epoch of a process restarted on the same address is refused, too."""
     rng = Random(5)
@@ -160,7 +159,7 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
 
 
 @pytest.mark.fault("F-6")
-@pytest.mark.parametrize("backend", FAULT_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend: str) -> None:
     rng = Random(6)
     async with peers() as group:
@@ -182,7 +181,7 @@ async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend
 
 
 @pytest.mark.fault("F-3")
-@pytest.mark.parametrize("backend", FAULT_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_owner_paused_for_three_leases_serves_no_stale_block(backend: str) -> None:
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start(backend, "p0", 7), group.start(backend, "d0", 8))

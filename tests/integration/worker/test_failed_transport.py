@@ -10,6 +10,7 @@ from tests.integration.worker.processes import START_S, worker_processes
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.long  # `make test` covers this by tests/contract/test_nixl_errors.py and test_worker_service.py
 @pytest.mark.fault("F-11")
 async def test_worker_whose_notification_calls_keep_failing_exits_unhealthy(tmp_path: Path) -> None:
     async with worker_processes(tmp_path) as processes:
