@@ -103,6 +103,12 @@ def imports(modules: dict[str, ast.Module]) -> Iterator[Import]:
                 yield from (Import(module, f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
+@cache
+def own_imports() -> list[Import]:
+    """The imports of both packages, found once for all tests."""
+    return list(imports(sources()))
+
+
 def is_in(module: str, packages: tuple[str, ...] | set[str]) -> bool:
     """Whether `module` is one of `packages` or inside one."""
     for package in packages:
@@ -211,15 +217,15 @@ def test_no_data_is_executed() -> None:
 
 
 def test_libraries_are_imported_only_where_allowed() -> None:
-    assert misplaced_libraries(list(imports(sources()))) == []
+    assert misplaced_libraries(own_imports()) == []
 
 
 def test_only_the_main_module_of_a_service_imports_rpc_and_store() -> None:
-    assert services_that_import_rpc_or_store(list(imports(sources()))) == []
+    assert services_that_import_rpc_or_store(own_imports()) == []
 
 
 def test_loadgen_and_baton_share_only_the_public_messages_and_the_run_file() -> None:
-    assert imports_between_loadgen_and_baton(list(imports(sources()))) == []
+    assert imports_between_loadgen_and_baton(own_imports()) == []
 
 
 @pytest.mark.fault("F-33")
@@ -228,7 +234,7 @@ def test_simulated_code_uses_no_system_clock_or_global_random_numbers() -> None:
 
 
 def test_core_imports_only_the_standard_library() -> None:
-    found = [i for i in imports(sources()) if is_in(i.module, ("baton.core",))]
+    found = [i for i in own_imports() if is_in(i.module, ("baton.core",))]
     allowed = sys.stdlib_module_names | {"baton"}
     assert [str(i) for i in found if i.target.split(".")[0] not in allowed] == []
 

@@ -49,11 +49,17 @@ IM_START = 1
 PROMPT = (7, 8, 9)
 
 
+@cache
+def tokenizer_of(vocab_size: int) -> GrammarTokenizer:
+    """Return the tokenizer for a width of the logits, which the constraints of a worker only read."""
+    return read_grammar_tokenizer(DEMO_DIR, vocab_size=vocab_size, eos_token_ids=DEMO_EOS_TOKEN_IDS)
+
+
 def new_constraints(vocab_size: int = VOCAB_SIZE, num_threads: int = 1) -> TokenConstraints:
     return TokenConstraints(
         vocab_size=vocab_size,
         eos_token_ids=DEMO_EOS_TOKEN_IDS,
-        tokenizer=read_grammar_tokenizer(DEMO_DIR, vocab_size=vocab_size, eos_token_ids=DEMO_EOS_TOKEN_IDS),
+        tokenizer=tokenizer_of(vocab_size),
         num_threads=num_threads,
     )
 

@@ -18,7 +18,7 @@ from baton.runtime.child.stages import MAX_KNOWN_CHARS, StageRun, StageRunner, S
 from baton.runtime.child.verdict_cache import MAX_VERDICTS, VerdictCache
 
 ENOUGH_S = 60.0
-SHORT_S = 5.0
+SHORT_S = 3.0
 """Enough to start a child on a busy machine. Tests of hanging children wait for it."""
 FACTS = {"gpu": "H100", "driver": "580.1", "triton": "3.7.1", "source": "abc"}
 

@@ -23,7 +23,7 @@ HANGING = "import time; time.sleep(600)"
 FAILING = "raise SystemExit('no such device')"
 SILENT = ""
 ENOUGH_S = 60.0
-SHORT_S = 5.0
+SHORT_S = 2.0
 """Enough to start a process on a busy machine."""
 
 Started = list[subprocess.Popen[str]]
@@ -57,7 +57,7 @@ def test_the_reader_gets_the_owners_line(started: Started) -> None:
 @pytest.mark.parametrize(
     ("owner", "reader", "timeout_s", "named"),
     [
-        ("owner_main", "hanging", SHORT_S, "no answer within 5 s"),
+        ("owner_main", "hanging", SHORT_S, "no answer within 2 s"),
         ("owner_main", "failing", ENOUGH_S, "no such device"),
         ("failing", "reader_main", ENOUGH_S, "no such device"),
         ("silent", "reader_main", ENOUGH_S, "printed nothing"),
