@@ -352,7 +352,7 @@ def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path) -
     assert BACKENDS[loaded].name == "native decoder"
     questions = [
         Question(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)
-        for i, q in enumerate(random_questions(8, loaded, sized(20, 100), longest=200, max_tokens=40))
+        for i, q in enumerate(random_questions(8, loaded, sized(10, 100), longest=200, max_tokens=40))
     ]
     with worker_of(loaded, num_blocks=60) as worker:
         separate = [answer for question in questions for answer in worker.answer([question])]

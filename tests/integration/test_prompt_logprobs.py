@@ -74,7 +74,7 @@ def asked(prompt: tuple[int, ...], num: int | None = TOP, max_tokens: int = 3, n
     return Question(prompt=prompt, sampling=sampling, num_samples=num_samples)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "auto"])
 def test_prompt_logprobs_equal_those_of_transformers(model_dir: Path, kernels: str) -> None:
     loaded = loaded_for(model_dir, kernels)
     vocab_size = int(loaded.model.config.vocab_size)

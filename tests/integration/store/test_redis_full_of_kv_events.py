@@ -20,6 +20,7 @@ from baton.store.redis.redis_membership import RedisMembership
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from tests.builders import worker_ref
 from tests.redis_server import running_redis
+from tests.scale import sized
 from tests.times import LONG_LIMIT_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.fault("F-29")]
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.fault("F-29")]
 MIB = 2**20
 KEYS = Keys(cluster="full")
 TTL_S = 30.0
+MIN_ROUNDS = sized(12, 25)
 
 
 class ChangingPool:
@@ -139,7 +141,7 @@ async def test_announcements_succeed_while_workers_publish_more_than_fits() -> N
             connection = RedisConnection(server.url, timeout_s=LONG_LIMIT_S)
             membership = RedisMembership(connection, KEYS)
             was_behind, largest, num_rounds = False, 0, 0
-            while num_rounds < 25 or (largest <= 4 * MIB and num_rounds < 250):
+            while num_rounds < MIN_ROUNDS or (largest <= 4 * MIB and num_rounds < 250):
                 num_rounds += 1
                 for worker in workers:
                     worker.replace(8_192)

@@ -25,7 +25,7 @@ PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, mess
 EOS = (3, 4)
 WINDOWS = ((0,), (0, 5), (9,), (0,), (2,), (0, 5, 5), (0, 9), (0,), (0, 0, 2), (5,), (0,), (0, 17), (9, 2), (17,))
 """Windows of the block tables, by seed."""
-NUM_WORLDS = sized(2, 25) * len(WINDOWS)
+NUM_WORLDS = sized(1, 25) * len(WINDOWS)
 
 
 class World:

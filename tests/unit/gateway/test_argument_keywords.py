@@ -23,6 +23,11 @@ from tests.unit.gateway.output.output_cases import FORMATS, written, written_cal
 
 UNQUOTED = ("qwen3_coder", "seed_oss", "glm45", "glm47", "minimax_m2")
 TYPED = (*UNQUOTED, "deepseek_v32", "deepseek_v4", "gemma4", "functiongemma")
+SIMILAR = {"seed_oss", "glm45", "minimax_m2", "deepseek_v32"}
+"""Formats that are written like another one, with other words. They run in `make test-long` only."""
+each_typed = pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.long) if family in SIMILAR else family for family in TYPED]
+)
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 S, N, A, O = ({"type": kind} for kind in ("string", "number", "array", "object"))  # noqa: E741
 CLOSED = {**O, "additionalProperties": False}
@@ -159,7 +164,7 @@ def check(family: str, keyword: str, sent: dict[str, Any], right: list[Any], wro
             assert not accepts(grammar, text), arguments
 
 
-@pytest.mark.parametrize("family", TYPED)
+@each_typed
 def test_keyword_of_a_parameter_is_enforced_or_refused(family: str) -> None:
     definitions = {"D": {**DIGIT, "$anchor": "digit"}}
     for keyword, schema, right, wrong in PARAMETERS:
@@ -167,7 +172,7 @@ def test_keyword_of_a_parameter_is_enforced_or_refused(family: str) -> None:
         check(family, keyword, sent, [{"a": value} for value in right], [{"a": value} for value in wrong])
 
 
-@pytest.mark.parametrize("family", TYPED)
+@each_typed
 def test_keyword_of_all_arguments_is_enforced_or_refused(family: str) -> None:
     for keyword, schema, right, wrong in WHOLE:
         check(family, keyword, schema, right, wrong)
@@ -240,7 +245,7 @@ def random_object(rng: Random, depth: int = 2) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", TYPED)
+@each_typed
 def test_random_messages_match_the_random_schema_of_a_strict_tool(family: str) -> None:
     tools = FORMATS[family].tools
     assert tools is not None

@@ -84,7 +84,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("seed", range(sized(2, 15)))
+@pytest.mark.parametrize("seed", range(sized(1, 15)))
 async def test_answers_do_not_depend_on_when_requests_arrive(tiny_dir: Path, seed: int, is_late: bool) -> None:
     """Also runs with a device that computes late."""
     rng, rig = Random(seed), Rig(tiny_dir, is_late=is_late)

@@ -1,7 +1,7 @@
 """Our kernels against torch."""
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +196,7 @@ def float_step(step: AttentionStep) -> AttentionStep:
 
 
 @one_case_at_a_time
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 @pytest.mark.parametrize("shape", [(8, 2, 64, 16), (160, 1, 8, 16), (4, 4, 7, 1)], ids=str)
 def test_attention_with_sinks_equals_the_reference(
     library: Path, dtype: torch.dtype, shape: tuple[int, int, int, int]
@@ -333,8 +333,9 @@ def test_heads_that_do_not_fit_the_cache_are_refused(library: Path) -> None:
             paged_kernel(Kernels(library, 1))(torch.zeros(heads, 5, dim), 1, step, 1.0, None)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_threads", "with_bias"), sized([(1, False), (2, True)], [*product((1, 2), (False, True))])
+)
 @pytest.mark.parametrize(
     ("rows", "k", "n"),
     [

@@ -121,7 +121,7 @@ def test_a_failed_process_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("path", list(KvPath))
+@pytest.mark.parametrize("path", [pytest.param(KvPath.DIRECT, marks=pytest.mark.long), KvPath.STAGED])
 def test_both_paths_are_measured_without_a_gpu(path: KvPath) -> None:
     """Real NIXL between two processes, over host memory; the bytes are compared."""
     found = measure_path(path, "cpu")
