@@ -36,6 +36,7 @@ def check(response: Response) -> None:
     assert response.tokens[0] == right
 
 
+@pytest.mark.long  # `make test` covers this by test_placement.py and tests/unit/engine/test_emulated.py
 async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_take_time() -> None:
     """Without drafts, because those of a repeated prompt are right, and many tokens then take one step."""
     async with (

@@ -142,7 +142,7 @@ async def test_constrained_samples_of_preempted_sequences_equal_the_reference() 
 async def test_answers_of_other_topologies_are_exact(
     checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]
 ) -> None:
-    requests = random_requests(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
+    requests = random_requests(Random(2), sized(10, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
     async with process_cluster(**shape, **settings, **LONG_TIMES) as cluster:
         responses = await send_all(cluster, requests)
         await cluster.check_clean()

@@ -48,6 +48,7 @@ async def through(protocol: str) -> tuple[Measured, Measured]:
         return await measure(one_after_the_other(), target), await measure(one_after_the_other(), target)
 
 
+@pytest.mark.long  # `make test` covers this by test_baton_gateway.py, with stub workers
 async def test_http_and_grpc_give_the_same_tokens_and_cache_hits() -> None:
     (http, http_again), (grpc, grpc_again) = await through("http"), await through("grpc")
     for run in (http, grpc):

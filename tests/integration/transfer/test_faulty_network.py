@@ -97,6 +97,7 @@ async def test_pair_without_a_data_path_times_out_and_is_used_again_after_healin
         await assert_clean(cut_off, other, reader)
 
 
+@pytest.mark.long  # `make test` covers this by tests/sim/test_storm.py, which cuts networks, and by the test above
 @pytest.mark.fault("F-15")
 async def test_cut_network_loses_pulls_and_leaks_nothing(network: FaultyNetwork) -> None:
     near, here = network.add(), network.add()

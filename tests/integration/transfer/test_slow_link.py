@@ -83,6 +83,7 @@ async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> No
             await assert_clean(owner, reader)
 
 
+@pytest.mark.long  # `make test` covers this by tests/sim/test_slow_link.py and tests/unit/transfer/test_link_refusal.py
 @pytest.mark.fault("F-17")
 async def test_link_slower_than_required_is_refused_before_anything_is_pulled() -> None:
     with slow_link.slow_link(RATE) as ends:

@@ -26,7 +26,7 @@ async def test_running_worker_is_adopted_before_a_waiting_one(tmp_path: Path) ->
     running = left_behind(ray, "decode-1", resources={"baton_decode": 1})
     left_behind(ray, "decode-0", resources={"baton_decode": 1})
     # decode-0 does not answer, so this takes the whole timeout.
-    async with reconciling(ray, tmp_path, desired(), left_behind_timeout_s=2.0) as fleet:
+    async with reconciling(ray, tmp_path, desired(), left_behind_timeout_s=1.0) as fleet:
         await eventually(lambda: fleet.stages == {(P, WorkerStage.SERVING): 1, (D, WorkerStage.SERVING): 1})
         await many_refreshes()
         assert (len(running.starts), running.ended.done()) == (2, False)

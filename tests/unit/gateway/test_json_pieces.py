@@ -49,14 +49,14 @@ def refuse(name: str) -> Any:
     raise ValueError(name)
 
 
-@settings(max_examples=sized(100, 2000), deadline=None)
+@settings(max_examples=sized(50, 2000), deadline=None)
 @given(VALUES, INDENTS, PIECES)
 def test_any_value_is_decoded_as_by_json(value: object, indent: int | None, num_chars: int) -> None:
     text = json.dumps(value, indent=indent)
     assert in_pieces(text, num_chars) == json.loads(text)
 
 
-@settings(max_examples=sized(300, 6_000), deadline=None)
+@settings(max_examples=sized(150, 6_000), deadline=None)
 @given(VALUES, st.integers(0, 200), st.sampled_from('[]{},:"\\ 0-e.\n1tx'), st.booleans(), PIECES)
 def test_any_malformed_text_is_refused_as_by_json(
     value: object, at: int, character: str, replaces: bool, num_chars: int
@@ -106,7 +106,7 @@ STRING_PARTS = st.sampled_from(
 STRINGS = st.lists(STRING_PARTS, max_size=8).map("".join).flatmap(lambda unit: st.integers(1, 40).map(unit.__mul__))
 
 
-@settings(max_examples=sized(300, 6_000), deadline=None)
+@settings(max_examples=sized(150, 6_000), deadline=None)
 @given(STRINGS, STRINGS, PIECES)
 def test_long_string_is_decoded_or_refused_as_by_json(first: str, second: str, num_chars: int) -> None:
     text = f'["{first}{second}", {{"{second}": "{first}"}}]'
@@ -186,7 +186,7 @@ def num_scalars(value: object) -> int:
     return sum(map(num_scalars, value)) if isinstance(value, list) else 1
 
 
-@settings(max_examples=sized(100, 2000), deadline=None)
+@settings(max_examples=sized(50, 2000), deadline=None)
 @given(VALUES.filter(lambda value: num_scalars(value) > 0), PIECES)
 def test_values_are_counted_exactly(value: Any, num_chars: int) -> None:
     text = json.dumps(["x", value])

@@ -17,10 +17,11 @@ from baton.runtime.config.shared_settings import TracingSettings
 from baton.runtime.observability import otlp
 from baton.runtime.observability.metrics import ProcessMetrics
 from baton.runtime.observability.open_tracing import open_tracing
-from baton.runtime.observability.otlp import FLUSH_S, MAX_QUEUED_SPANS, OtlpTracing
+from baton.runtime.observability.otlp import MAX_QUEUED_SPANS, OtlpTracing
 from baton.runtime.observability.tracing import NO_SPAN, OFF, is_traceparent
 from tests.otlp_collector import Collector
 
+SHORT_FLUSH_S = 0.5
 TRACE, SPAN = "ab" * 16, "cd" * 8
 CONTEXT = f"00-{TRACE}-{SPAN}-01"
 
@@ -176,7 +177,7 @@ async def test_unavailable_collector_delays_neither_spans_nor_shutdown(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, is_running: bool
 ) -> None:
     """The collector is either stopped, or accepts calls and never answers, which would take 30 s."""
-    monkeypatch.setattr(otlp, "FLUSH_S", FLUSH_S)
+    monkeypatch.setattr(otlp, "FLUSH_S", SHORT_FLUSH_S)
     loop = asyncio.get_running_loop()
     collector.answers = False
     if not is_running:
@@ -188,7 +189,7 @@ async def test_unavailable_collector_delays_neither_spans_nor_shutdown(
     assert loop.time() - start_s < 20.0
     start_s = loop.time()
     await tracing.aclose()
-    assert loop.time() - start_s < FLUSH_S + 20.0
+    assert loop.time() - start_s < SHORT_FLUSH_S + 20.0
 
 
 @pytest.mark.slow
