@@ -65,7 +65,7 @@ def check(report: ChaosReport) -> None:
     assert report.num_audited > 0
 
 
-@pytest.mark.fault("F-2", "F-6", "F-15", "F-33", "F-51")
+@pytest.mark.fault("F-2", "F-6", "F-15", "F-33", "F-34", "F-35", "F-51")
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in fixed_seeds()]
 )

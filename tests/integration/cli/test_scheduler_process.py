@@ -190,7 +190,7 @@ async def test_process_places_with_a_policy_of_another_module(
 
 
 async def test_placement_continues_without_redis_and_the_entry_returns_with_it(tmp_path: Path) -> None:
-    with running_redis() as redis, scheduler(tmp_path, redis.url, *LONG_LIMITS, "--heartbeat-s", "2") as process:
+    with running_redis() as redis, scheduler(tmp_path, redis.url, *LONG_LIMITS, "--heartbeat-s", "1") as process:
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             redis.kill()
             reports = await grpc_network.open_report(process.address)
@@ -201,7 +201,7 @@ async def test_placement_continues_without_redis_and_the_entry_returns_with_it(t
             assert isinstance(await grpc_network.scheduler(process.address).place(query()), Placement)
             while "store_became_unavailable" not in process.events(use="membership"):
                 await poll_interval()
-            await asyncio.sleep(4.5)  # two heartbeats more
+            await asyncio.sleep(2.5)  # two heartbeats more
             redis.start()
             async with connected(redis) as connection:
                 while not await listed_schedulers(connection):

@@ -122,8 +122,9 @@ async def test_prefill_worker_restart_at_the_same_address_is_recognized(
     await auditor.audit(cluster)
 
 
+@pytest.mark.long  # `make test` covers this by test_http_limits.py, test_storm.py and test_nemesis.py
 @pytest.mark.fault("F-34", "F-35")
-@pytest.mark.parametrize("phase", ["queued", pytest.param("prefill", marks=pytest.mark.long), "streaming"])
+@pytest.mark.parametrize("phase", ["queued", "prefill", "streaming"])
 async def test_cancel_and_deadline_end_the_work_in_every_phase(
     cluster: ProcessCluster, auditor: CacheAuditor, phase: str
 ) -> None:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.asy
 
 SERVICES = ("gateway", "scheduler", "p0", "d0")
 RANGE = "60s"
-LATE_MS = 3000
+LATE_MS = 2000
 """Deadline of a request that decodes for 15 s. Its pull ends long before, or it would count as failed."""
 NEEDS_A_FAULT = {
     "baton_attempts_total",

@@ -222,6 +222,7 @@ async def test_connection_stays_open_after_a_streamed_response() -> None:
         await raw.close()
 
 
+@pytest.mark.fault("F-35")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_deadline_before_the_first_token_returns_504(gateway: HttpGateway, stream: bool) -> None:
     gateway.cluster.scheduler.workers[0].prefill_s = 10
@@ -231,6 +232,7 @@ async def test_deadline_before_the_first_token_returns_504(gateway: HttpGateway,
     await until_no_open_jobs(gateway)
 
 
+@pytest.mark.fault("F-35")
 async def test_deadline_within_a_stream_sends_an_error_event_without_done(gateway: HttpGateway) -> None:
     gateway.cluster.scheduler.workers[1].step_s = 0.1
     body = {"prompt": "x", "max_tokens": 500, "stream": True}
@@ -250,6 +252,7 @@ async def test_deadline_within_a_stream_sends_an_error_event_without_done(gatewa
 # Clients that disconnect or do not read.
 
 
+@pytest.mark.fault("F-34")
 @pytest.mark.parametrize("phase", ["queued", "prefill", "stream", "non-streaming"])
 async def test_disconnect_cancels_the_request_on_all_workers(gateway: HttpGateway, phase: str) -> None:
     p0, d0 = gateway.cluster.scheduler.workers

@@ -145,7 +145,7 @@ async def test_timeout_and_cancel_close_the_connection() -> None:
     )
     scripts = {5: Script(ttft_s=30.0), 100: Script(gaps_s=(0.01,))}
     async with ScriptedServer(lambda served: scripts[served.body["max_tokens"]]) as server:
-        run = await measure(planned, target(server), timeout_s=5.0)
+        run = await measure(planned, target(server), timeout_s=3.0)
         await until(lambda: all(served.disconnected_s is not None for served in server.served))
     assert run.outcomes == [RequestOutcome.TIMED_OUT, RequestOutcome.CANCELLED]
     assert len(run.records[1].arrivals) == 2
