@@ -1,8 +1,8 @@
 // Multiplies x [rows, k] times packed weights [n, k] transposed, accumulated in float: the loop over blocks of
 // rows, panels and slices that all weight formats share.
 //
-// Up to six rows of x are multiplied by a slice at a time. While the rows of a block are multiplied by one
-// slice, the next one is prefetched. Between slices the sums of a block are kept in memory.
+// Up to six rows of x are multiplied by a slice at a time. Meanwhile weights that are read next are prefetched,
+// see prefetch_during. Between slices the sums of a block are kept in memory.
 //
 // A format is a class (gemm_bf16.h, gemm_widened.h, gemm_coded.h), made from a WeightFormat, with
 //   Rows: the rows of x as it needs them, see gemm_rows.h
@@ -56,16 +56,26 @@ struct PanelItem {
     int64_t next_bytes;
 };
 
-// Returns what to prefetch while a slice is multiplied. A slice that is read only once or twice is limited by
-// memory anyway, and the hardware prefetcher suffices.
+// Distance of the weights that are prefetched while a slice is read once or twice. Such a product is limited by
+// memory, and the hardware prefetches too little: with 4 KiB it was a third faster on an Intel Xeon.
+constexpr int64_t STREAM_AHEAD_BYTES = 4096;
+
+// Returns what to prefetch while a slice is multiplied: if it is read a few times, the next slice, else what is a
+// fixed distance ahead.
 inline WeightPrefetch prefetch_during(const PanelItem& item, const PanelSlice& slice, int passes, int fetches) {
-    if (passes < 3) return {};
+    const auto lines = [&](int64_t bytes) {
+        return int(divide_up(bytes / CACHE_LINE_BYTES, int64_t(passes) * std::max(1, fetches)));
+    };
+    if (passes < 3) {
+        const uint8_t* ahead = slice.packed + STREAM_AHEAD_BYTES;
+        return {ahead, ahead + slice.bytes, lines(slice.bytes)};
+    }
     const int64_t left = item.weights.k - slice.first_input - slice.inputs;
     const uint8_t* at = left ? slice.packed + slice.bytes : item.next;
     if (!at) return {};
     const int64_t bytes = left ? slice_bytes(item.weights.format, int(std::min<int64_t>(left, slice.inputs)))
                                : item.next_bytes;
-    return {at, at + bytes, int(divide_up(bytes / CACHE_LINE_BYTES, int64_t(passes) * std::max(1, fetches)))};
+    return {at, at + bytes, lines(bytes)};
 }
 
 template <typename View, typename Rows>
