@@ -20,7 +20,7 @@ _GGUF = ".gguf"
 MAX_NAMED = 5
 """File names in an error message."""
 _PROJECTOR = "mmproj"
-"""In the names of GGUF files that hold only the vision part of a model."""
+"""Part of the name of a GGUF file that holds only the vision part of a model."""
 _TEXTS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
 """Excludes the second copy of the weights that some repositories hold, as pickles or under other names."""
@@ -62,7 +62,7 @@ def resolve_model(model: str, *, weights: bool = True, download: Callable[..., s
 def _fetch_gguf(repo_id: str, revision: str | None, name: str, download: Callable[..., str] | None) -> Path:
     """Return the GGUF file, or the first of its parts, that has `name` in its own in any case.
 
-    Raises ModelError unless there is one such model.
+    All files with `name` are downloaded before. Raises ModelError unless they are one model.
     """
     wanted = [f"*{each}*{_GGUF}" for each in dict.fromkeys((name, name.upper(), name.lower()))]
     directory = _fetch(repo_id, revision, wanted, download)

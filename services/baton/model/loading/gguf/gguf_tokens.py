@@ -13,7 +13,7 @@ END_TEXTS = frozenset(
 )
 """Tokens that end a response. A file names one end token; chat models have more, as in llama.cpp."""
 HARMONY_ENDS, MESSAGE_END = frozenset({"<|return|>", "<|call|>"}), "<|end|>"
-"""In a vocabulary with both of these, that of gpt-oss, the third ends only a message of the response."""
+"""gpt-oss's vocabulary has both of `HARMONY_ENDS`. There `MESSAGE_END` ends a message, not the response."""
 BEGIN_TEXTS = frozenset(
     "<bos> <|begin_of_text|> <start_of_turn> <|im_start|> <|start_header_id|> <|end_header_id|>".split()
 )
