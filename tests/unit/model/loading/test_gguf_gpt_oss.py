@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from transformers import GptOssConfig
 
-from baton.model.attention.paged_attention import PAGED
-from baton.model.backends.backend_selection import choose_backend
 from baton.model.loading.model_loader import load_model
 from tests.unit.model.loading.gguf_models import random_state, write_gguf
-from tests.unit.model.loading.quantised_models import distance, logits, paged_logits, reference_logits, tokens
-from tests.unit.model.loading.test_gguf_models import convert, mixed, sizes
+from tests.unit.model.loading.quantised_models import distance, logits, reference_logits, tokens
+from tests.unit.model.loading.test_gguf_models import convert, mixed, require_native_decoder, sizes
 
 pytest.importorskip("gguf", reason="the gguf library is not installed")
 
@@ -63,10 +61,4 @@ def test_logits_are_those_of_transformers(pick: Callable[[str], int], tmp_path: 
 def test_native_decoder_runs_the_published_types(tmp_path: Path) -> None:
     config, path = gpt_oss_config(), tmp_path / "m.gguf"
     write_gguf(path, "gpt-oss", config, random_state(config), pick=published, extra=values)
-    loaded = load_model(convert(path), dtype="float32", device="cpu", max_model_len=128)
-    right = logits(loaded.model, tokens(config))
-    loaded.model.set_attn_implementation(PAGED)
-    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=16)
-    assert backend.name == "native decoder"
-    found = paged_logits(loaded, tokens(config), backend.forward)
-    assert 1e-4 < float((found - right).std() / right.std()) < 0.05
+    require_native_decoder(path, config)

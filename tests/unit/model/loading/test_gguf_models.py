@@ -218,6 +218,11 @@ def test_native_decoder_runs_layers_of_mixed_types(name: str, tmp_path: Path) ->
     architecture, make_config, extra = MODELS[name]
     config, path = make_config(), tmp_path / "m.gguf"
     write_gguf(path, architecture, config, random_state(config), pick=mixed, extra=extra)  # type: ignore[arg-type]
+    require_native_decoder(path, config)
+
+
+def require_native_decoder(path: Path, config: PreTrainedConfig) -> None:
+    """Load a GGUF file of random weights, and compare the native decoder's logits with the model's own."""
     loaded = load_model(convert(path), dtype="float32", device="cpu", max_model_len=128)
     right = logits(loaded.model, tokens(config))
     loaded.model.set_attn_implementation(PAGED)
