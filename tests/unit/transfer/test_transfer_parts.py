@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import LayoutMismatch
 from baton.transfer.backend import GenerationEntry
-from baton.transfer.backends import host_memory
+from baton.transfer.backends import host_memory, prefault
 from baton.transfer.backends.block_ranges import check_ids, runs
 from baton.transfer.backends.host_memory import KvRegion
 from baton.transfer.backends.nixl import ucx
@@ -217,6 +217,13 @@ def resident_bytes(region: KvRegion) -> int:
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
+def wait_for(is_done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_done() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert is_done()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
 @pytest.mark.parametrize("allocate", [host_memory.allocate_private, host_memory.allocate_shared])
 def test_prefault_allocates_all_pages_and_changes_none(allocate: Callable[[int, int], host_memory.HostMemory]) -> None:
@@ -225,13 +232,26 @@ def test_prefault_allocates_all_pages_and_changes_none(allocate: Callable[[int, 
     host.kv[3] = 7
     assert resident_bytes(host.region) < 16 * 2**20
     host.prefault()
-    until = time.monotonic() + 60
-    while resident_bytes(host.region) < 16 * 2**20 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert resident_bytes(host.region) == 16 * 2**20
+    wait_for(lambda: resident_bytes(host.region) == 16 * 2**20)
     assert host.kv.min(axis=1).tolist() == host.kv.max(axis=1).tolist() == [0, 0, 0, 7, *[0] * 12]
     host.close()
     assert prefaulting() <= others
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
+def test_prefault_stops_while_the_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_busy = True
+    used_s = prefault.time.process_time
+    monkeypatch.setattr(prefault, "_LONGEST_PAUSE_S", float("inf"))
+    monkeypatch.setattr(prefault.time, "process_time", lambda: time.monotonic() if is_busy else used_s())
+    host = host_memory.allocate_private(16, 2**20)
+    host.prefault()
+    wait_for(lambda: resident_bytes(host.region) >= 2 * 2**20)
+    time.sleep(0.3)
+    assert resident_bytes(host.region) < 4 * 2**20
+    is_busy = False
+    wait_for(lambda: resident_bytes(host.region) == 16 * 2**20)
+    host.close()
 
 
 LOG = """\
