@@ -8,25 +8,22 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from baton.core.errors import ModelError
 from baton.model.loading.gguf.gguf_cache import gguf_directory, is_gguf
-from baton.model.loading.gguf.gguf_parts import part_paths
+from baton.model.loading.gguf.gguf_choice import one_gguf_model
 
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[2] / "demo"
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?(?::(?P<gguf>[\w.-]+))?")
 _GGUF = ".gguf"
-MAX_NAMED = 5
-"""File names in an error message."""
-_PROJECTOR = "mmproj"
-"""Part of the name of a GGUF file that holds only the vision part of a model."""
 _TEXTS = ["*.json", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
 """Excludes the second copy of the weights that some repositories hold, as pickles or under other names."""
 
 
-def resolve_model(model: str, *, weights: bool = True, download: Callable[..., str] | None = None) -> Path:
+def resolve_model(model: str, *, weights: bool = True, download: Callable[..., Any] | None = None) -> Path:
     """Return the directory of `demo`, of a local path, or of a hub id (`owner/name`, `owner/name@revision`).
 
     For a GGUF file, or a hub id with a part of the name of one (`owner/name:Q4_K_M`), it is a directory in
@@ -56,43 +53,49 @@ def resolve_model(model: str, *, weights: bool = True, download: Callable[..., s
         )
     if match["gguf"]:
         return gguf_directory(_fetch_gguf(match["id"], match["revision"], match["gguf"], download))
-    return _fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())], download)
+    return Path(_fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())], download))
 
 
-def _fetch_gguf(repo_id: str, revision: str | None, name: str, download: Callable[..., str] | None) -> Path:
-    """Return the GGUF file, or the first of its parts, that has `name` in its own in any case.
+def _fetch_gguf(repo_id: str, revision: str | None, name: str, download: Callable[..., Any] | None) -> Path:
+    """Download one GGUF model whose file name has `name`, and return its file, or the first of its parts.
 
-    All files with `name` are downloaded before. Raises ModelError unless they are one model.
+    Raises ModelError, before the download, unless one model has that name.
     """
-    wanted = [f"*{each}*{_GGUF}" for each in dict.fromkeys((name, name.upper(), name.lower()))]
-    directory = _fetch(repo_id, revision, wanted, download)
-    files = [
-        file
-        for file in sorted(directory.rglob(f"*{_GGUF}"))
-        if name.lower() in file.name.lower() and _PROJECTOR not in file.name.lower()
-    ]
-    models = list(dict.fromkeys(part_paths(file)[0] for file in files))
-    if len(models) != 1:
-        found = ", ".join(model.name for model in models[:MAX_NAMED]) or "none"
-        raise ModelError(
-            f"--model {repo_id}:{name}: one GGUF model of {repo_id} must have {name} in its file's name; found: "
-            f"{found}. Give more of the name, as the repository's page has it"
-        )
-    return models[0]
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        listed = _fetch(repo_id, revision, [f"*{_GGUF}", f"*{_GGUF.upper()}"], download, dry_run=True)
+        file_names = [file.filename for file in listed]
+    except DryRunError:  # no access to the hub, or to this repository: only the cache is left
+        directory = Path(_fetch(repo_id, revision, [], download))
+        file_names = [str(path.relative_to(directory)) for path in directory.rglob("*")]
+    wanted = one_gguf_model(file_names, name, f"{repo_id}:{name}")
+    return Path(_fetch(repo_id, revision, wanted, download)) / wanted[0]
 
 
-def _fetch(repo_id: str, revision: str | None, wanted: list[str], download: Callable[..., str] | None) -> Path:
+def _fetch(
+    repo_id: str, revision: str | None, wanted: list[str], download: Callable[..., Any] | None, *, dry_run: bool = False
+) -> Any:
+    """Call `download` for the files that match `wanted`, and return its result. With `dry_run` that is a list
+    of `huggingface_hub.DryRunFileInfo`, else a directory.
+
+    Raises ModelError with the remedy; DryRunError if a dry run has no access to the repository.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
+        DryRunError,
         GatedRepoError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
+    fetch: Callable[..., Any] = download or snapshot_download
     try:
-        return Path((download or snapshot_download)(repo_id, revision=revision, allow_patterns=wanted))
+        return fetch(repo_id, revision=revision, allow_patterns=wanted, dry_run=dry_run)
+    except DryRunError:
+        raise
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: accept its licence on its page, then log in with `hf auth login`, "

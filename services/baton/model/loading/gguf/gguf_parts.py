@@ -38,6 +38,12 @@ def part_paths(path: Path) -> list[Path]:
     return paths
 
 
+def first_part(path: str) -> str:
+    """Return the name of the first part of a split GGUF file, given that of any part; else `path`."""
+    found = _PART.fullmatch(path)
+    return path if found is None else _part_names(found["stem"], int(found["count"]))[0]
+
+
 def link_names(num_parts: int) -> list[str]:
     """Return the names of the links to a GGUF file, or to its parts, in the directory made from it."""
     return [GGUF_LINK] if num_parts == 1 else _part_names("model", num_parts)
