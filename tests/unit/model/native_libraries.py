@@ -11,14 +11,16 @@ BASELINE, AVX2 = ("-march=x86-64",), ("-march=x86-64-v3",)
 AVX_VNNI, AVX512_WITHOUT_VNNI = (*AVX2, "-mavxvnni"), ("-march=skylake-avx512",)
 EMULATED_TILES = ("-march=icelake-server", "-DBATON_EMULATE_TILES")
 """AVX512-VNNI, with AMX's tiles computed in plain C++."""
+BF16_FLOATS = (NATIVE, "-DBATON_PREFER_FLOATS")
+"""Products of bfloat16 as floats, whatever is faster here."""
 
 
 def processors() -> list[tuple[str, ...]]:
     """Return compiler options for this processor and for the next smaller set of instructions.
 
     That is AVX2 if it has AVX-512, else the baseline x86-64 (vectors as short as ARM's). Long runs have all
-    sets of this processor: the baseline, integer dot products of AVX2's width, AVX-512 without them, and
-    AVX-512 with them and with AMX's tiles emulated.
+    sets of this processor: the baseline, integer dot products of AVX2's width, AVX-512 without them, AVX-512
+    with them and with AMX's tiles emulated, and products of bfloat16 as floats.
     """
     if platform.machine() != "x86_64":
         return [(NATIVE,)]
@@ -28,6 +30,7 @@ def processors() -> list[tuple[str, ...]]:
         found += [BASELINE] if "avx512f" in flags else []
         found += [AVX_VNNI] if "avx_vnni" in flags and "avx512f" in flags else []
         found += [AVX512_WITHOUT_VNNI, EMULATED_TILES] if {"avx512_vnni", "avx512_vbmi2"} <= set(flags) else []
+        found += [BF16_FLOATS] if "avx512_bf16" in flags else []
     return found
 
 

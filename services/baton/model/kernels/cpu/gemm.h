@@ -5,6 +5,7 @@
 // see prefetch_during. Between slices the sums of a block are kept in memory.
 //
 // A format is a class (gemm_bf16.h, gemm_widened.h, gemm_coded.h), made from a WeightFormat, with
+//   slice_inputs(): inputs of a slice; a part of a packed slice if that has no factors
 //   Rows: the rows of x as it needs them, see gemm_rows.h
 //   Workspace: memory of a thread
 //   passes(rows): how many times a slice is read for that many rows
@@ -56,17 +57,19 @@ struct PanelItem {
     int64_t next_bytes;
 };
 
-// Distance of the weights that are prefetched while a slice is read once or twice. Such a product is limited by
-// memory, and the hardware prefetches too little. Tuned on one Intel Xeon, among 1, 2, 4 and 8 KiB.
+// Distance of the weights that are prefetched while a slice is read once. Such a product is limited by memory, and
+// the hardware prefetches too little. Tuned on one Intel Xeon, among 1, 2, 4 and 8 KiB.
 constexpr int64_t STREAM_AHEAD_BYTES = 4096;
 
-// Returns what to prefetch while a slice is multiplied: if it is read a few times, the next slice, else what is a
-// fixed distance ahead.
-inline WeightPrefetch prefetch_during(const PanelItem& item, const PanelSlice& slice, int passes, int fetches) {
+// Returns what to prefetch while a slice is multiplied: if it is read more than once, the next slice, else what is
+// a fixed distance ahead.
+// length: inputs of a slice that is not the last.
+inline WeightPrefetch prefetch_during(const PanelItem& item, const PanelSlice& slice, int length, int passes,
+    int fetches) {
     const auto lines = [&](int64_t bytes) {
         return int(divide_up(bytes / CACHE_LINE_BYTES, int64_t(passes) * std::max(1, fetches)));
     };
-    if (passes < 3) {
+    if (passes < 2) {
         const uint8_t* ahead = slice.packed + STREAM_AHEAD_BYTES;
         return {ahead, ahead + slice.bytes, lines(slice.bytes)};
     }
@@ -74,7 +77,8 @@ inline WeightPrefetch prefetch_during(const PanelItem& item, const PanelSlice& s
     const uint8_t* at = left ? slice.packed + slice.bytes : item.next;
     if (!at) return {};
     const int64_t bytes = left ? slice_bytes(item.weights.format, int(std::min<int64_t>(left, slice.inputs)))
-                               : item.next_bytes;
+                               : std::min(item.next_bytes, slice_bytes(item.weights.format,
+                                     int(std::min<int64_t>(item.weights.k, length))));
     return {at, at + bytes, lines(bytes)};
 }
 
@@ -106,11 +110,11 @@ void multiply_panel(const Format& format, const typename Format::Rows& x, const 
     const PackedWeights& weights = item.weights;
     typename Format::Workspace workspace;
     const uint8_t* packed = item.packed;
-    const int length = slice_inputs(weights.format), passes = format.passes(item.count);
+    const int length = format.slice_inputs(), passes = format.passes(item.count);
     for (int64_t input = 0; input < weights.k; input += length) {
         const int inputs = int(std::min<int64_t>(length, weights.k - input));
         const PanelSlice slice{packed, slice_bytes(weights.format, inputs), input, inputs, input == 0};
-        const WeightPrefetch prefetch = prefetch_during(item, slice, passes, format.fetches(inputs));
+        const WeightPrefetch prefetch = prefetch_during(item, slice, length, passes, format.fetches(inputs));
         format.open(slice, item.count, workspace, [&](const auto& view) {
             multiply_rows(view, x, item.row, item.count, sums, prefetch);
         });

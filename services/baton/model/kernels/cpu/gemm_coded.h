@@ -148,6 +148,7 @@ struct Coded {
 
     explicit Coded(const WeightFormat& of) : format(&of) {}
 
+    int slice_inputs() const { return CODED_SLICE; }
     int passes(int rows) const { return int(divide_up(rows, TILE_ROWS ? TILE_ROWS : ROWS_PER_PASS)); }
     int fetches(int inputs) const { return inputs / format->group_size; }
 

@@ -95,6 +95,11 @@ struct WidenedView {
 struct WidenedFormat {
     using Rows = FloatRows;
 
+    const WeightFormat* format;
+
+    explicit WidenedFormat(const WeightFormat& of) : format(&of) {}
+
+    int slice_inputs() const { return baton::slice_inputs(*format); }
     int passes(int rows) const {
         const int rest = rows % ROWS_PER_PASS;
         return rows / ROWS_PER_PASS * passes_with(ROWS_PER_PASS) + (rest ? passes_with(rest) : 0);
@@ -104,9 +109,9 @@ struct WidenedFormat {
 
 template <typename Lanes>
 struct Widened : WidenedFormat {
-    struct Workspace {};
+    using WidenedFormat::WidenedFormat;
 
-    explicit Widened(const WeightFormat&) {}
+    struct Workspace {};
 
     template <typename Body>
     void open(const PanelSlice& slice, int, Workspace&, const Body& body) const {
@@ -167,14 +172,12 @@ struct Float8View {
 
 // For more rows than a pass has, float8 is expanded to floats once per slice, scales included.
 struct Float8 : WidenedFormat {
-    const WeightFormat* format;
+    using WidenedFormat::WidenedFormat;
 
     struct Workspace {
         alignas(64) float scales[MAX_GROUPS * PANEL];
         alignas(64) float values[CODED_SLICE * PANEL];
     };
-
-    explicit Float8(const WeightFormat& of) : format(&of) {}
 
     template <typename Body>
     void open(const PanelSlice& slice, int rows, Workspace& workspace, const Body& body) const {

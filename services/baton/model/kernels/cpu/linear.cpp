@@ -1,6 +1,7 @@
 // Chooses the kernel of each weight's format, and exports packing and products.
 #include "linear.h"
 
+#include "bf16_floats.h"
 #include "gemm_bf16.h"
 #include "gemm_coded.h"
 #include "gemm_pack.h"
@@ -22,19 +23,28 @@ struct RowsFormat {
     }
 };
 
-bool uses_bf16_dot([[maybe_unused]] const WeightFormat& format, [[maybe_unused]] int32_t x_dtype) {
+// Of a product of fewer rows the dot product is fast enough: it waits for memory.
+constexpr int64_t MIN_FLOAT_ROWS = 4;
+
+// A kernel for bfloat16 times bfloat16: with the dot product, or with floats and the same bits.
+enum class Bf16Kernel { NONE, DOT, FLOATS };
+
+Bf16Kernel bf16_kernel([[maybe_unused]] const WeightFormat& format, [[maybe_unused]] int32_t x_dtype,
+    [[maybe_unused]] int64_t rows) {
 #ifdef BATON_HAS_BF16_DOT
-    return format.kind == WEIGHT_BFLOAT16 && x_dtype == BFLOAT16;
-#else
-    return false;
+    if (format.kind == WEIGHT_BFLOAT16 && x_dtype == BFLOAT16)
+        return rows >= MIN_FLOAT_ROWS && prefers_floats() ? Bf16Kernel::FLOATS : Bf16Kernel::DOT;
 #endif
+    return Bf16Kernel::NONE;
 }
 
-RowsFormat rows_format(const PackedWeights& weights, int32_t x_dtype) {
+// rows: of the whole product.
+RowsFormat rows_format(const PackedWeights& weights, int32_t x_dtype, int64_t rows) {
     const WeightFormat& format = weights.format;
     if (format.kind == CODED)
         return {RowsFormat::QUANTISED, format.group_size, code_bias(format.bits) - format.zero_point, weights.order};
-    return {uses_bf16_dot(format, x_dtype) ? RowsFormat::AS_THEY_ARE : RowsFormat::WIDENED, 0, 0, nullptr};
+    const bool is_dot = bf16_kernel(format, x_dtype, rows) == Bf16Kernel::DOT;
+    return {is_dot ? RowsFormat::AS_THEY_ARE : RowsFormat::WIDENED, 0, 0, nullptr};
 }
 
 int64_t row_bytes(const RowsFormat& format, int64_t k) {
@@ -47,12 +57,12 @@ int64_t row_bytes(const RowsFormat& format, int64_t k) {
 
 // Calls body(format, bytes per row before it) for each form of the rows that the weights need, without repeats.
 template <typename Body>
-void for_each_rows_format(const GemmArgs& args, int32_t x_dtype, const Body& body) {
+void for_each_rows_format(const GemmArgs& args, int32_t x_dtype, int64_t rows, const Body& body) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < args.count; i++) {
-        const RowsFormat format = rows_format(args.weights[i], x_dtype);
+        const RowsFormat format = rows_format(args.weights[i], x_dtype, rows);
         bool is_new = format.form != RowsFormat::AS_THEY_ARE;
-        for (int64_t j = 0; j < i; j++) is_new &= !(format == rows_format(args.weights[j], x_dtype));
+        for (int64_t j = 0; j < i; j++) is_new &= !(format == rows_format(args.weights[j], x_dtype, rows));
         if (!is_new) continue;
         body(format, bytes);
         bytes += row_bytes(format, args.k);
@@ -60,9 +70,9 @@ void for_each_rows_format(const GemmArgs& args, int32_t x_dtype, const Body& bod
 }
 
 // Scratch bytes per row that lie before the rows in this form.
-int64_t bytes_before(const GemmArgs& args, int32_t x_dtype, const RowsFormat& wanted) {
+int64_t bytes_before(const GemmArgs& args, int32_t x_dtype, int64_t rows, const RowsFormat& wanted) {
     int64_t found = 0;
-    for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+    for_each_rows_format(args, x_dtype, rows, [&](const RowsFormat& format, int64_t before) {
         if (format == wanted) found = before;
     });
     return found;
@@ -80,7 +90,7 @@ const T* in_order(const T* row, int64_t k, const int32_t* order) {
 
 template <typename T>
 void prepare_row_of(const GemmArgs& args, const T* x, int32_t x_dtype, int64_t row, int64_t rows, uint8_t* scratch) {
-    for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+    for_each_rows_format(args, x_dtype, rows, [&](const RowsFormat& format, int64_t before) {
         uint8_t* to = scratch + before * rows;
         if (format.form == RowsFormat::WIDENED)
             return widen_row(x + row * args.k, args.k, reinterpret_cast<float*>(to) + row * float_row_stride(args.k));
@@ -95,9 +105,14 @@ void multiply_with(const PanelItem& item, const void* x, float* sums) {
     multiply_panel(Format(format), Format::Rows::of(x, item.weights.k, format.group_size), item, sums);
 }
 
-MultiplyPanel* kernel_of(const WeightFormat& format, [[maybe_unused]] int32_t x_dtype) {
+MultiplyPanel* kernel_of(const WeightFormat& format, [[maybe_unused]] int32_t x_dtype,
+    [[maybe_unused]] int64_t rows) {
 #ifdef BATON_HAS_BF16_DOT
-    if (uses_bf16_dot(format, x_dtype)) return multiply_with<Bf16Dot>;
+    switch (bf16_kernel(format, x_dtype, rows)) {
+        case Bf16Kernel::DOT: return multiply_with<Bf16Dot>;
+        case Bf16Kernel::FLOATS: return multiply_with<Bf16Floats>;
+        default: break;
+    }
 #endif
     switch (format.kind) {
         case WEIGHT_FLOAT32: return multiply_with<Widened<FloatLanes>>;
@@ -136,9 +151,9 @@ const PreparedWeight& find_weight(const std::vector<PreparedWeight>& weights, in
 
 }  // namespace
 
-int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype) {
+int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype, int64_t rows) {
     int64_t bytes = 0;
-    for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+    for_each_rows_format(args, x_dtype, rows, [&](const RowsFormat& format, int64_t before) {
         bytes = before + row_bytes(format, args.k);
     });
     return bytes;
@@ -152,7 +167,7 @@ int64_t total_panels(const GemmArgs& args) {
 
 void prepare_gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, int64_t rows,
     void* scratch) {
-    if (!gemm_row_bytes(args, x_dtype)) return;
+    if (!gemm_row_bytes(args, x_dtype, rows)) return;
     team.parallel_for_batched(rows, [&](int64_t row) { prepare_row(args, x, x_dtype, row, rows, scratch); });
 }
 
@@ -168,10 +183,10 @@ PreparedGemm::PreparedGemm(const GemmArgs& args, const void* x, int32_t x_dtype,
     weights_.reserve(size_t(args.count));
     for (int64_t i = 0, first = 0; i < args.count; first += args.weights[i++].n) {
         const PackedWeights& own = args.weights[i];
-        const RowsFormat needed = rows_format(own, x_dtype);
+        const RowsFormat needed = rows_format(own, x_dtype, rows);
         const bool as_they_are = needed.form == RowsFormat::AS_THEY_ARE;
-        const auto* prepared = static_cast<const uint8_t*>(scratch) + bytes_before(args, x_dtype, needed) * rows;
-        weights_.push_back({&own, kernel_of(own.format, x_dtype), as_they_are ? x : prepared, first, own.panels(),
+        const auto* prepared = static_cast<const uint8_t*>(scratch) + bytes_before(args, x_dtype, rows, needed) * rows;
+        weights_.push_back({&own, kernel_of(own.format, x_dtype, rows), as_they_are ? x : prepared, first, own.panels(),
             panel_bytes(own.format, own.k),
             slice_bytes(own.format, int(std::min<int64_t>(own.k, slice_inputs(own.format))))});
     }
@@ -250,7 +265,7 @@ int32_t baton_unpack_rows(const baton::PackedWeights* weights, const int64_t* ou
 }
 
 int64_t baton_gemm_row_bytes(const baton::GemmArgs* args, int32_t x_dtype) {
-    return baton::gemm_row_bytes(*args, x_dtype);
+    return baton::gemm_row_bytes(*args, x_dtype, baton::MANY_ROWS);
 }
 
 void baton_gemm(const baton::GemmArgs* args, const void* x, int32_t x_dtype, void* out, int32_t out_dtype,

@@ -20,8 +20,10 @@ struct GemmArgs {
 constexpr int64_t GEMM_LOOPS = 2;
 constexpr int ROWS_PER_BLOCK = 96;  // rows of x that are multiplied by a panel at a time
 
-// Bytes of scratch that a product needs per row of x, a multiple of the cache line. x_dtype: see Dtype.
-int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype);
+// Bytes of scratch that a product of `rows` rows needs per row of x, a multiple of the cache line. x_dtype: see Dtype.
+// None needs more than one of MANY_ROWS.
+constexpr int64_t MANY_ROWS = INT64_MAX;
+int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype, int64_t rows);
 
 // Part of a product: `count` rows of x from `row` on, at most ROWS_PER_BLOCK, times one panel of 64 outputs.
 // panel: counted over all weights. next_panel: what the thread most likely multiplies next, -1 if nothing.
