@@ -1,25 +1,24 @@
 """Tests how `--model` is resolved; the hub itself is not contacted."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from huggingface_hub.errors import (
-    DryRunError,
     GatedRepoError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import filter_repo_objects
 
 from baton.core.errors import ModelError
+from baton.model.loading.hub import Hub
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
 
 
-class Hub:
+class FakeHub:
     """Records downloads as (id, revision), and the file patterns of each."""
 
     def __init__(self, directory: Path) -> None:
@@ -28,48 +27,49 @@ class Hub:
         self.asked: list[tuple[str, str | None]] = []
         self.patterns: list[list[str]] = []
 
-    def download(
-        self, repo_id: str, *, revision: str | None, allow_patterns: list[str], dry_run: bool = False
-    ) -> str | list[SimpleNamespace]:
-        if dry_run and self.is_offline:
-            raise DryRunError("offline")
-        if dry_run:
-            names = filter_repo_objects(self.files(), allow_patterns=allow_patterns)
-            return [SimpleNamespace(filename=name) for name in names]
+    @property
+    def hub(self) -> Hub:
+        return Hub(snapshot_download=self.download, list_repo_files=self.files)
+
+    def download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         self.asked.append((repo_id, revision))
         self.patterns.append(allow_patterns)
         return str(self._directory)
 
-    def files(self) -> list[str]:
+    def files(self, repo_id: str, *, revision: str | None) -> list[str]:
+        if self.is_offline:
+            raise OfflineModeIsEnabled(f"{repo_id}@{revision}")
         return [str(path.relative_to(self._directory)) for path in self._directory.rglob("*") if path.is_file()]
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Hub:
-    return Hub(tmp_path)
+def hub(tmp_path: Path) -> FakeHub:
+    return FakeHub(tmp_path)
 
 
-def test_demo_and_directories_are_resolved_locally(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_model("demo", download=hub.download) == DEMO_DIR
+def test_demo_and_directories_are_resolved_locally(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_model("demo", hub=hub.hub) == DEMO_DIR
     assert (DEMO_DIR / "config.json").is_file()
-    assert resolve_model(str(tmp_path), download=hub.download) == tmp_path
+    assert resolve_model(str(tmp_path), hub=hub.hub) == tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     # a local directory takes precedence over the hub
-    assert resolve_model("owner/name", download=hub.download) == tmp_path / "owner" / "name"
+    assert resolve_model("owner/name", hub=hub.hub) == tmp_path / "owner" / "name"
     assert hub.asked == []
 
 
-def test_hub_ids_are_downloaded(tmp_path: Path, hub: Hub) -> None:
-    assert resolve_model("Qwen/Qwen3-0.6B", download=hub.download) == tmp_path
-    resolve_model("gpt2@refs/pr/3", download=hub.download)
-    resolve_model("owner/na.me_1@0123abc", download=hub.download)
+def test_hub_ids_are_downloaded(tmp_path: Path, hub: FakeHub) -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B", hub=hub.hub) == tmp_path
+    resolve_model("gpt2@refs/pr/3", hub=hub.hub)
+    resolve_model("owner/na.me_1@0123abc", hub=hub.hub)
     assert hub.asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
 
 
-def test_weights_false_downloads_no_weights(hub: Hub) -> None:
-    resolve_model("owner/name", download=hub.download)
-    resolve_model("owner/name", weights=False, download=hub.download)
+def test_weights_false_downloads_no_weights(hub: FakeHub) -> None:
+    resolve_model("owner/name", hub=hub.hub)
+    resolve_model("owner/name", weights=False, hub=hub.hub)
     assert hub.patterns == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
 
 
@@ -80,17 +80,17 @@ def test_weights_false_downloads_no_weights(hub: Hub) -> None:
         *("missing.gguf", "owner/missing.GGUF"),
     ],
 )
-def test_neither_directory_nor_hub_id_is_refused(model: str, hub: Hub) -> None:
+def test_neither_directory_nor_hub_id_is_refused(model: str, hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="no such directory"):
-        resolve_model(model, download=hub.download)
+        resolve_model(model, hub=hub.hub)
     assert hub.asked == []
 
 
-def test_a_file_is_refused(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_refused(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ModelError, match="no such directory"):
-        resolve_model("model.gguf", download=hub.download)
+        resolve_model("model.gguf", hub=hub.hub)
     assert hub.asked == []
 
 
@@ -109,34 +109,56 @@ def gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BF16 = [f"BF16/a-BF16-{number:05d}-of-00002.gguf" for number in (1, 2)]
 
 
-@pytest.mark.parametrize("is_offline", [False, True])
+WHOLE_NAMES = [("q8_0", ["a-Q8_0.gguf"]), ("BF16", BF16), ("Q6_K", ["a-Q6_K.gguf"]), ("a-Q4_K_M", ["a-Q4_K_M.gguf"])]
+PARTS_OF_NAMES = [("Q6_K_", ["a-Q6_K_L.gguf"]), ("IQ4", ["a-IQ4_XS.gguf"]), ("00002-of", BF16)]
+
+
 @pytest.mark.parametrize(
-    ("name", "files"),
+    ("name", "files", "is_offline"),
     [
-        *(("q8_0", ["a-Q8_0.gguf"]), ("BF16", BF16), ("Q6_K", ["a-Q6_K.gguf"]), ("Q6_K_", ["a-Q6_K_L.gguf"])),
-        *(("a-Q4_K_M", ["a-Q4_K_M.gguf"]), ("IQ4", ["a-IQ4_XS.gguf"])),
+        *((*each, False) for each in WHOLE_NAMES + PARTS_OF_NAMES),
+        *((*each, True) for each in WHOLE_NAMES),
     ],
 )
 def test_only_the_named_gguf_model_of_the_hub_is_downloaded(
-    name: str, files: list[str], is_offline: bool, gguf_files: Path, hub: Hub
+    name: str, files: list[str], is_offline: bool, gguf_files: Path, hub: FakeHub
 ) -> None:
     hub.is_offline = is_offline
-    assert resolve_model(f"owner/name-GGUF@rev:{name}", download=hub.download) == gguf_files / files[0]
+    assert resolve_model(f"owner/name-GGUF@rev:{name}", hub=hub.hub) == gguf_files / files[0]
     assert hub.asked == [("owner/name-GGUF", "rev")] * (1 + is_offline)
     assert hub.patterns == [*([[]] if is_offline else []), files]  # with no pattern only the cache's folder is found
+
+
+@pytest.mark.usefixtures("gguf_files")
+def test_without_the_hub_a_name_must_stand_alone(hub: FakeHub) -> None:
+    """A file of the repository that fits better may not be in the cache."""
+    hub.is_offline = True
+    with pytest.raises(ModelError, match=r"0 have. The cache, as the hub cannot be reached, has: BF16/a-BF16-00001"):
+        resolve_model("owner/name:Q6_K_", hub=hub.hub)
+    assert hub.patterns == [[]]
+
+
+def test_names_of_gguf_files_are_no_patterns(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.model.loading.model_source.gguf_directory", lambda path: path)
+    (tmp_path / "a[1]-Q8_0.gguf").touch()
+    assert resolve_model("owner/name:Q8_0", hub=hub.hub) == tmp_path / "a[1]-Q8_0.gguf"
+    assert hub.patterns == [["a[[]1]-Q8_0.gguf"]]
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
     [
         ("Q4_K", r"2 have. The repository has: a-Q4_K_M.gguf, a-Q4_K_S.gguf"),
-        ("Q5_K", r"0 have. The repository has: BF16/a-BF16-00001-of-00002.gguf, a-IQ4_XS.gguf, a-Q4_K_M.gguf"),
+        (
+            "Q5_K",
+            r"0 have. The repository has: BF16/a-BF16-00001-of-00002.gguf, a-IQ4_XS.gguf, a-Q4_K_M.gguf, .*, \.\.\.",
+        ),
     ],
 )
 @pytest.mark.usefixtures("gguf_files")
-def test_an_ambiguous_name_of_a_gguf_file_is_refused_before_the_download(name: str, found: str, hub: Hub) -> None:
+def test_an_ambiguous_name_of_a_gguf_file_is_refused_before_the_download(name: str, found: str, hub: FakeHub) -> None:
     with pytest.raises(ModelError, match=rf"{found}.*Give more of the name"):
-        resolve_model(f"owner/name:{name}", download=hub.download)
+        resolve_model(f"owner/name:{name}", hub=hub.hub)
     assert hub.asked == []
 
 
@@ -161,5 +183,5 @@ def test_hub_errors_name_the_remedy(error: Exception, advice: str) -> None:
         raise error
 
     with pytest.raises(ModelError, match=advice) as raised:
-        resolve_model("owner/name@rev", download=download)
+        resolve_model("owner/name@rev", hub=Hub(snapshot_download=download))
     assert raised.value.__cause__ is error

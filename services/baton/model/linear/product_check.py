@@ -10,8 +10,8 @@ from baton.model.linear.weights import Weight, in_input_order
 
 CHECKED_PANELS = 8
 """Panels whose weights are compared, at both ends and evenly between."""
-ROW_COUNTS = (1, 17)
-"""Rows of a decode, and of the first batch that takes every other path of the kernels."""
+ROW_COUNTS = (1, 5, 17)
+"""Rows of a decode, of a small batch, and of one that takes every other path of the kernels."""
 LARGEST = 127
 """Largest of the integers that activations consist of. Rounding to 8 bits keeps those exactly."""
 GROUP = 16

@@ -21,11 +21,13 @@ _LOWEST_PRIORITY = 19
 _PAUSE_FACTOR = 5.0
 """Pause after each step, as a multiple of the step's duration. A virtual machine's core is blocked while its
 host finds memory."""
-_BUSY_SHARE = 0.1
-"""CPU time of the other threads, as a share of the time that passed, above which the process is busy."""
+_BUSY_SHARE = 0.25
+"""CPU time of the process, as a share of the time that passed, above which it computes. A thread that
+prefaults other memory uses a sixth."""
 _BUSY_PAUSE_S = 0.05
+"""Pause before a process that computes is looked at again."""
 _LONGEST_PAUSE_S = 1.0
-"""A process that is always busy has its memory prefaulted at this interval a step."""
+"""Longest pause between two steps, so that a process that is always busy is prefaulted, too."""
 
 
 def prefault_in_background(address: int, num_bytes: int) -> Callable[[], None]:
@@ -61,8 +63,10 @@ def _prefault(address: int, num_bytes: int, stopped: threading.Event) -> None:
 
 
 def _pause(stopped: threading.Event, pause_s: float) -> bool:
-    """Wait for `pause_s`, then until the process is idle or `_LONGEST_PAUSE_S` have passed. Return True as
-    soon as `stopped` is set."""
+    """Wait until the process does not compute, at least `pause_s` and at most `_LONGEST_PAUSE_S`.
+
+    Returns True as soon as `stopped` is set, else False.
+    """
     ends_s = time.monotonic() + _LONGEST_PAUSE_S
     while True:
         began_s, used_s = time.monotonic(), time.process_time()

@@ -13,8 +13,8 @@
 
 namespace baton {
 
-// A block of rows times a slice of 64 outputs. The rows are the same six again and again. Numbers of the first are
-// subnormal, and products of the second.
+// Rows times a slice of 64 outputs. The rows are the same six again and again. Numbers of the first are subnormal, and
+// products of the second.
 class Bf16Comparison {
   public:
     Bf16Comparison() {
@@ -25,19 +25,12 @@ class Bf16Comparison {
         for (Bf16& weight : weights_) weight = next_number(WEIGHT_EXPONENT, 15);
     }
 
-    // True if floats are faster by more than preparing the rows takes, and give the same bits.
-    bool prefers_floats() {
-        const WeightFormat format{WEIGHT_BFLOAT16, 16, 1, 0, {}, {}, 0, {}};
-        double dot_s = std::numeric_limits<double>::infinity(), floats_s = dot_s;
-        for (int i = 0; i < REPEATS; i++) {
-            dot_s = std::min(dot_s, seconds(Bf16Dot(format), Bf16Rows{rows_, INPUTS}, dot_sums_));
-            floats_s = std::min(floats_s, seconds(Bf16Floats(format), FloatRows{floats_, INPUTS}, float_sums_));
-        }
-        return floats_s < 0.9 * dot_s && !std::memcmp(dot_sums_, float_sums_, sizeof dot_sums_);
-    }
+    // True if floats are faster for one pass and for many, by more than preparing the rows takes, and give the same
+    // bits.
+    bool prefers_floats() { return prefers_floats_for(1) && prefers_floats_for(MANY_PASSES); }
 
   private:
-    static constexpr int INPUTS = Bf16Floats::SLICE, PASSES = 16, REPEATS = 20;
+    static constexpr int INPUTS = Bf16Floats::SLICE, MANY_PASSES = 16, REPEATS = 20;
     static constexpr uint32_t WEIGHT_EXPONENT = 118;
 
     // Pseudo-random, of either sign, with exponents from `least` to `least + range`.
@@ -46,13 +39,24 @@ class Bf16Comparison {
         return {uint16_t((state_ >> 16 & 0x807fu) | (least + (state_ >> 8 & range)) << 7)};
     }
 
+    bool prefers_floats_for(int passes) {
+        const WeightFormat format{WEIGHT_BFLOAT16, 16, 1, 0, {}, {}, 0, {}};
+        double dot_s = std::numeric_limits<double>::infinity(), floats_s = dot_s;
+        for (int i = 0; i < REPEATS; i++) {
+            dot_s = std::min(dot_s, seconds(Bf16Dot(format), Bf16Rows{rows_, INPUTS}, passes, dot_sums_));
+            floats_s = std::min(floats_s,
+                seconds(Bf16Floats(format), FloatRows{floats_, INPUTS}, passes, float_sums_));
+        }
+        return floats_s < 0.9 * dot_s && !std::memcmp(dot_sums_, float_sums_, sizeof dot_sums_);
+    }
+
     template <typename Format>
-    double seconds(const Format& format, const typename Format::Rows& x, float* sums) {
+    double seconds(const Format& format, const typename Format::Rows& x, int passes, float* sums) {
         const PanelSlice slice{reinterpret_cast<const uint8_t*>(weights_), sizeof weights_, 0, INPUTS, true};
         typename Format::Workspace workspace;
         const auto begin = std::chrono::steady_clock::now();
-        format.open(slice, PASSES * ROWS_PER_PASS, workspace, [&](const auto& view) {
-            for (int pass = 0; pass < PASSES; pass++) multiply_rows(view, x, 0, ROWS_PER_PASS, sums, {});
+        format.open(slice, passes * ROWS_PER_PASS, workspace, [&](const auto& view) {
+            for (int pass = 0; pass < passes; pass++) multiply_rows(view, x, 0, ROWS_PER_PASS, sums, {});
         });
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }

@@ -115,7 +115,10 @@ void multiply_experts(TeamThread& team, const ExpertsGemmArgs& args, const T* x,
     const auto scratch_of = [&](const ExpertRows& rows) {
         return static_cast<uint8_t*>(scratch) + rows.begin * args.row_bytes;
     };
-    if (args.row_bytes) {
+    // The answer must not depend on the routing: it decides how many loops the team runs.
+    const bool may_need_scratch = args.row_bytes && std::any_of(args.experts, args.experts + num_experts,
+        [&](const GemmArgs& expert) { return gemm_row_bytes(expert, dtype, places) != 0; });
+    if (may_need_scratch) {
         team.parallel_for_batched(places, [&](int64_t place) {
             const ExpertRows rows(args, routing, last_at_most(routing.begins, num_experts + 1, place));
             prepare_row(*rows.weights, x + rows.begin * k, dtype, place - rows.begin, rows.count, scratch_of(rows));

@@ -5,7 +5,8 @@
 // see prefetch_during. Between slices the sums of a block are kept in memory.
 //
 // A format is a class (gemm_bf16.h, gemm_widened.h, gemm_coded.h), made from a WeightFormat, with
-//   slice_inputs(): inputs of a slice; a part of a packed slice if that has no factors
+//   slice_inputs(): inputs that are multiplied at a time: a packed slice, or an even divisor of it if the format has
+//     no factors
 //   Rows: the rows of x as it needs them, see gemm_rows.h
 //   Workspace: memory of a thread
 //   passes(rows): how many times a slice is read for that many rows

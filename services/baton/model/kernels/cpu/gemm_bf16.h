@@ -79,14 +79,14 @@ class DotRounding {
     unsigned before_;
 };
 
-// The dot product of pairs adds the product of the upper halves, rounds, adds that of the lower halves, and rounds.
-// Products of bfloat16 are exact in float32, so two fused multiplications and additions give the same bits.
+// The dot product of pairs adds the product of the upper halves, rounds, adds that of the lower halves, and rounds. A
+// fused multiplication and addition rounds once, too, after the addition, so two of them give the same bits.
 // bf16_floats.h measures which is faster. For many rows a slice is widened to floats once.
 struct Bf16Floats : Bf16Format {
     using Rows = FloatRows;
 
     // 32 KiB as floats: stays in the L1 cache, beside the inputs of six rows.
-    static constexpr int SLICE = 128, MIN_WIDENED_ROWS = 3 * ROWS_PER_PASS;
+    static constexpr int SLICE = 128, MIN_WIDENED_ROWS = 2 * ROWS_PER_PASS + 1;
 
     struct Workspace {
         alignas(64) float values[SLICE * PANEL];

@@ -107,8 +107,7 @@ class Kernels:
         ):
             function.restype = None
         self.has_bf16_dot = bool(library.baton_has_bf16_dot())
-        """True if this processor multiplies bfloat16 pairs (AVX512-BF16); otherwise products are in
-        float32."""
+        """True if this processor has the dot product of bfloat16 pairs (AVX512-BF16)."""
         self.num_threads = num_threads
         self.weight_arena = WeightArena()
 

@@ -23,15 +23,13 @@ struct RowsFormat {
     }
 };
 
-// Of a product of fewer rows the dot product is fast enough: it waits for memory.
-constexpr int64_t MIN_FLOAT_ROWS = 4;
-
 // A kernel for bfloat16 times bfloat16: with the dot product, or with floats and the same bits.
 enum class Bf16Kernel { NONE, DOT, FLOATS };
 
 Bf16Kernel bf16_kernel([[maybe_unused]] const WeightFormat& format, [[maybe_unused]] int32_t x_dtype,
     [[maybe_unused]] int64_t rows) {
 #ifdef BATON_HAS_BF16_DOT
+    constexpr int64_t MIN_FLOAT_ROWS = 4;  // the dot product of fewer is fast enough: it waits for memory
     if (format.kind == WEIGHT_BFLOAT16 && x_dtype == BFLOAT16)
         return rows >= MIN_FLOAT_ROWS && prefers_floats() ? Bf16Kernel::FLOATS : Bf16Kernel::DOT;
 #endif
@@ -230,7 +228,7 @@ void gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype
 
 extern "C" {
 
-// Returns 1 if products of bfloat16 use its dot product.
+// Returns 1 if the processor has the dot product of bfloat16 pairs.
 int32_t baton_has_bf16_dot() {
 #ifdef BATON_HAS_BF16_DOT
     return 1;

@@ -21,7 +21,7 @@ constexpr int64_t GEMM_LOOPS = 2;
 constexpr int ROWS_PER_BLOCK = 96;  // rows of x that are multiplied by a panel at a time
 
 // Bytes of scratch that a product of `rows` rows needs per row of x, a multiple of the cache line. x_dtype: see Dtype.
-// None needs more than one of MANY_ROWS.
+// No product needs more than one of MANY_ROWS rows.
 constexpr int64_t MANY_ROWS = INT64_MAX;
 int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype, int64_t rows);
 

@@ -25,10 +25,10 @@ def part_paths(path: Path) -> list[Path]:
     Parts lie in one folder and have names such as NAME-00001-of-00003.gguf. A link counts by its own name, as
     in the cache of the hub. Raises ModelError if parts are missing.
     """
-    found = _PART.fullmatch(path.name)
-    if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
+    names = _all_parts(path.name)
+    if not names:
         return [path]
-    paths = [path.with_name(name) for name in _part_names(found["stem"], int(found["count"]))]
+    paths = [path.with_name(name) for name in names]
     missing = [each for each in paths if not each.is_file()]
     if missing:
         raise ModelError(
@@ -40,8 +40,7 @@ def part_paths(path: Path) -> list[Path]:
 
 def first_part(path: str) -> str:
     """Return the name of the first part of a split GGUF file, given that of any part; else `path`."""
-    found = _PART.fullmatch(path)
-    return path if found is None else _part_names(found["stem"], int(found["count"]))[0]
+    return next(iter(_all_parts(path)), path)
 
 
 def link_names(num_parts: int) -> list[str]:
@@ -99,6 +98,14 @@ def _require_distinct(paths: Sequence[Path], names: Sequence[Collection[str]]) -
             if name in owners:
                 raise ModelError(f"{path}: the tensor {name!r} is in {owners[name].name}, too. {_AGAIN}")
             owners[name] = path
+
+
+def _all_parts(path: str) -> list[str]:
+    """Return the names of all parts, in order, if `path` is that of one; else none."""
+    found = _PART.fullmatch(path)
+    if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
+        return []
+    return _part_names(found["stem"], int(found["count"]))
 
 
 def _part_names(stem: str, count: int) -> list[str]:
