@@ -1,7 +1,6 @@
 """Tests how `--model` is resolved; the hub itself is not contacted."""
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,60 +16,62 @@ from baton.core.errors import ModelError
 from baton.model.loading.hub import Hub
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
 
+BF16 = [f"BF16/a-BF16-{number:05d}-of-00002.gguf" for number in (1, 2)]
+"""A model in two parts."""
 
-class FakeHub:
+
+class FakeClient:
     """Records downloads as (id, revision), and the file patterns of each."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.is_offline = False
+        self.error: Exception | None = None
         self.asked: list[tuple[str, str | None]] = []
         self.patterns: list[list[str]] = []
 
-    @property
-    def hub(self) -> Hub:
-        return Hub(snapshot_download=self.download, list_repo_files=self.files)
-
-    def download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        if self.error is not None:
+            raise self.error
         self.asked.append((repo_id, revision))
         self.patterns.append(allow_patterns)
         return str(self._directory)
 
-    def files(self, repo_id: str, *, revision: str | None) -> list[str]:
+    def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
         if self.is_offline:
             raise OfflineModeIsEnabled(f"{repo_id}@{revision}")
         return [str(path.relative_to(self._directory)) for path in self._directory.rglob("*") if path.is_file()]
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> FakeHub:
-    return FakeHub(tmp_path)
+def client(tmp_path: Path) -> FakeClient:
+    return FakeClient(tmp_path)
 
 
 def test_demo_and_directories_are_resolved_locally(
-    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolve_model("demo", hub=hub.hub) == DEMO_DIR
+    assert resolve_model("demo", hub=Hub(lambda: client)) == DEMO_DIR
     assert (DEMO_DIR / "config.json").is_file()
-    assert resolve_model(str(tmp_path), hub=hub.hub) == tmp_path
+    assert resolve_model(str(tmp_path), hub=Hub(lambda: client)) == tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     # a local directory takes precedence over the hub
-    assert resolve_model("owner/name", hub=hub.hub) == tmp_path / "owner" / "name"
-    assert hub.asked == []
+    assert resolve_model("owner/name", hub=Hub(lambda: client)) == tmp_path / "owner" / "name"
+    assert client.asked == []
 
 
-def test_hub_ids_are_downloaded(tmp_path: Path, hub: FakeHub) -> None:
-    assert resolve_model("Qwen/Qwen3-0.6B", hub=hub.hub) == tmp_path
-    resolve_model("gpt2@refs/pr/3", hub=hub.hub)
-    resolve_model("owner/na.me_1@0123abc", hub=hub.hub)
-    assert hub.asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
+def test_hub_ids_are_downloaded(tmp_path: Path, client: FakeClient) -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B", hub=Hub(lambda: client)) == tmp_path
+    resolve_model("gpt2@refs/pr/3", hub=Hub(lambda: client))
+    resolve_model("owner/na.me_1@0123abc", hub=Hub(lambda: client))
+    assert client.asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
 
 
-def test_weights_false_downloads_no_weights(hub: FakeHub) -> None:
-    resolve_model("owner/name", hub=hub.hub)
-    resolve_model("owner/name", weights=False, hub=hub.hub)
-    assert hub.patterns == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
+def test_weights_false_downloads_no_weights(client: FakeClient) -> None:
+    resolve_model("owner/name", hub=Hub(lambda: client))
+    resolve_model("owner/name", weights=False, hub=Hub(lambda: client))
+    assert client.patterns == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
 
 
 @pytest.mark.parametrize(
@@ -80,18 +81,18 @@ def test_weights_false_downloads_no_weights(hub: FakeHub) -> None:
         *("missing.gguf", "owner/missing.GGUF"),
     ],
 )
-def test_neither_directory_nor_hub_id_is_refused(model: str, hub: FakeHub) -> None:
+def test_neither_directory_nor_hub_id_is_refused(model: str, client: FakeClient) -> None:
     with pytest.raises(ModelError, match="no such directory"):
-        resolve_model(model, hub=hub.hub)
-    assert hub.asked == []
+        resolve_model(model, hub=Hub(lambda: client))
+    assert client.asked == []
 
 
-def test_a_file_is_refused(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_refused(tmp_path: Path, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ModelError, match="no such directory"):
-        resolve_model("model.gguf", hub=hub.hub)
-    assert hub.asked == []
+        resolve_model("model.gguf", hub=Hub(lambda: client))
+    assert client.asked == []
 
 
 @pytest.fixture
@@ -106,9 +107,6 @@ def gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BF16 = [f"BF16/a-BF16-{number:05d}-of-00002.gguf" for number in (1, 2)]
-
-
 WHOLE_NAMES = [("q8_0", ["a-Q8_0.gguf"]), ("BF16", BF16), ("Q6_K", ["a-Q6_K.gguf"]), ("a-Q4_K_M", ["a-Q4_K_M.gguf"])]
 PARTS_OF_NAMES = [("Q6_K_", ["a-Q6_K_L.gguf"]), ("IQ4", ["a-IQ4_XS.gguf"]), ("00002-of", BF16)]
 
@@ -121,28 +119,30 @@ PARTS_OF_NAMES = [("Q6_K_", ["a-Q6_K_L.gguf"]), ("IQ4", ["a-IQ4_XS.gguf"]), ("00
     ],
 )
 def test_only_the_named_gguf_model_of_the_hub_is_downloaded(
-    name: str, files: list[str], is_offline: bool, gguf_files: Path, hub: FakeHub
+    name: str, files: list[str], is_offline: bool, gguf_files: Path, client: FakeClient
 ) -> None:
-    hub.is_offline = is_offline
-    assert resolve_model(f"owner/name-GGUF@rev:{name}", hub=hub.hub) == gguf_files / files[0]
-    assert hub.asked == [("owner/name-GGUF", "rev")] * (1 + is_offline)
-    assert hub.patterns == [*([[]] if is_offline else []), files]  # with no pattern only the cache's folder is found
+    client.is_offline = is_offline
+    assert resolve_model(f"owner/name-GGUF@rev:{name}", hub=Hub(lambda: client)) == gguf_files / files[0]
+    assert client.asked == [("owner/name-GGUF", "rev")] * (1 + is_offline)
+    assert client.patterns == [*([[]] if is_offline else []), files]  # with no pattern only the cache's folder is found
 
 
 @pytest.mark.usefixtures("gguf_files")
-def test_without_the_hub_a_name_must_stand_alone(hub: FakeHub) -> None:
+def test_without_the_hub_a_name_must_stand_alone(client: FakeClient) -> None:
     """A file of the repository that fits better may not be in the cache."""
-    hub.is_offline = True
-    with pytest.raises(ModelError, match=r"0 have. The cache, as the hub cannot be reached, has: BF16/a-BF16-00001"):
-        resolve_model("owner/name:Q6_K_", hub=hub.hub)
-    assert hub.patterns == [[]]
+    client.is_offline = True
+    with pytest.raises(ModelError, match=r"0 have. The repository cannot be listed; its cache has: BF16/a-BF16-00001"):
+        resolve_model("owner/name:Q6_K_", hub=Hub(lambda: client))
+    assert client.patterns == [[]]
 
 
-def test_names_of_gguf_files_are_no_patterns(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_gguf_files_are_no_patterns(
+    tmp_path: Path, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton.model.loading.model_source.gguf_directory", lambda path: path)
     (tmp_path / "a[1]-Q8_0.gguf").touch()
-    assert resolve_model("owner/name:Q8_0", hub=hub.hub) == tmp_path / "a[1]-Q8_0.gguf"
-    assert hub.patterns == [["a[[]1]-Q8_0.gguf"]]
+    assert resolve_model("owner/name:Q8_0", hub=Hub(lambda: client)) == tmp_path / "a[1]-Q8_0.gguf"
+    assert client.patterns == [["a[[]1]-Q8_0.gguf"]]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,12 @@ def test_names_of_gguf_files_are_no_patterns(tmp_path: Path, hub: FakeHub, monke
     ],
 )
 @pytest.mark.usefixtures("gguf_files")
-def test_an_ambiguous_name_of_a_gguf_file_is_refused_before_the_download(name: str, found: str, hub: FakeHub) -> None:
+def test_an_ambiguous_name_of_a_gguf_file_is_refused_before_the_download(
+    name: str, found: str, client: FakeClient
+) -> None:
     with pytest.raises(ModelError, match=rf"{found}.*Give more of the name"):
-        resolve_model(f"owner/name:{name}", hub=hub.hub)
-    assert hub.asked == []
+        resolve_model(f"owner/name:{name}", hub=Hub(lambda: client))
+    assert client.asked == []
 
 
 def response(status: int) -> httpx.Response:
@@ -178,10 +180,8 @@ def response(status: int) -> httpx.Response:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_hub_errors_name_the_remedy(error: Exception, advice: str) -> None:
-    def download(*_: Any, **__: Any) -> str:
-        raise error
-
+def test_hub_errors_name_the_remedy(error: Exception, advice: str, client: FakeClient) -> None:
+    client.error = error
     with pytest.raises(ModelError, match=advice) as raised:
-        resolve_model("owner/name@rev", hub=Hub(snapshot_download=download))
+        resolve_model("owner/name@rev", hub=Hub(lambda: client))
     assert raised.value.__cause__ is error

@@ -254,6 +254,16 @@ def test_prefault_stops_while_the_process_computes(monkeypatch: pytest.MonkeyPat
     host.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
+def test_a_process_that_always_computes_is_prefaulted_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(prefault.time, "process_time", time.monotonic)
+    host = host_memory.allocate_private(4, 2**20)
+    host.prefault()
+    wait_for(lambda: resident_bytes(host.region) == 4 * 2**20)
+    host.close()
+
+
 LOG = """\
 [1795261913.203274] [vm:19930:0]   +----------+--------------------+----------------------------------------+
 [1795261913.203274] [vm:19930:0]   | rd intra-node cfg#1                                                    |

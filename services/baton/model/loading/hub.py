@@ -4,43 +4,47 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 from baton.core.errors import ModelError
 
 
-def _snapshot_download(*arguments: Any, **options: Any) -> str:
-    from huggingface_hub import snapshot_download
+class HubClient(Protocol):
+    """The functions of `huggingface_hub` that are used."""
 
-    return snapshot_download(*arguments, **options)
+    def snapshot_download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        """Download the files that match one of the glob patterns; return their directory."""
 
-
-def _list_repo_files(*arguments: Any, **options: Any) -> list[str]:
-    from huggingface_hub import list_repo_files
-
-    return list_repo_files(*arguments, **options)
+    def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
+        """Return the names of all files of a repository."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _client() -> HubClient:
+    """Import the hub's client, which takes long."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import huggingface_hub
+
+    return cast("HubClient", huggingface_hub)
+
+
 class Hub:
     """Access to the hub and its cache.
 
     Token, cache directory, endpoint and offline mode are configured as for the hub's own tools (HF_TOKEN,
     HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE).
-
-    snapshot_download, list_repo_files: the functions of `huggingface_hub`; tests replace them.
     """
 
-    snapshot_download: Callable[..., str] = _snapshot_download
-    list_repo_files: Callable[..., Sequence[str]] = _list_repo_files
+    def __init__(self, client: Callable[[], HubClient] = _client) -> None:
+        """`client`: called when the hub is needed."""
+        self._client = client
 
     def download(self, repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-        """Download the files that match one of the glob patterns, unless they are in the cache. Return their
-        directory."""
+        """Return the directory with the files that match one of the glob patterns; download what the cache
+        lacks."""
+        client = self._client()
         with _named_failures(repo_id, revision):
-            return Path(self.snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+            return Path(client.snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
 
     def download_files(self, repo_id: str, revision: str | None, names: Sequence[str]) -> Path:
         """Download the files with these names, as `download` does."""
@@ -51,9 +55,9 @@ class Hub:
 
         Without access to the repository they are those of the cache.
         """
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        client = self._client()
         try:
-            return list(self.list_repo_files(repo_id, revision=revision)), True
+            return client.list_repo_files(repo_id, revision=revision), True
         except Exception:  # of many kinds; if nothing is in the cache, either, the download raises the same
             directory = self.download(repo_id, revision, [])
             return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()], False
@@ -62,7 +66,6 @@ class Hub:
 @contextmanager
 def _named_failures(repo_id: str, revision: str | None) -> Iterator[None]:
     """Turn each failure of the hub's client into a ModelError."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,

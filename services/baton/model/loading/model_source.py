@@ -30,6 +30,7 @@ def resolve_model(model: str, *, weights: bool = True, hub: Hub = DEFAULT_HUB) -
 
     weights: if False, a hub model's weights are not downloaded. A gateway needs only tokenizer, chat template
     and configuration. Those of a GGUF file are in the file.
+    hub: where hub ids are looked up.
 
     A hub id is downloaded, with a progress bar, unless it is in the cache. Call this once, before any worker
     starts, and pass the directory to the workers. Raises ModelError with the remedy.

@@ -1,7 +1,7 @@
 // Measures which product of bfloat16 is faster here: its dot product, or that of floats with the same bits.
 //
-// The dot product adds two products at a time. Intel's processors start one every second cycle, and two products of
-// floats per cycle. AMD's start one dot product per cycle, and as many products of floats.
+// A dot product adds two products, so it is slower only where it takes more than twice as long as a product of floats.
+// On an Intel Xeon (Emerald Rapids) torch's products of 512 rows took 1.5 times as long in bfloat16 as in float32.
 #pragma once
 
 #include <chrono>

@@ -9,8 +9,22 @@
 
 namespace baton {
 
+// What both products share. acc: the sums of ROWS rows, in registers.
 struct Bf16Format {
     static constexpr int VECTOR = 16, VECTORS = PANEL / VECTOR, PAIRS_PER_FETCH = 4;
+
+    template <int ROWS>
+    static void load_sums(__m512 (&acc)[ROWS][VECTORS], const float* sums, bool is_first) {
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++)
+                acc[r][v] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * PANEL + v * VECTOR);
+    }
+
+    template <int ROWS>
+    static void save_sums(const __m512 (&acc)[ROWS][VECTORS], float* sums) {
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * PANEL + v * VECTOR, acc[r][v]);
+    }
 
     int passes(int rows) const { return int(divide_up(rows, ROWS_PER_PASS)); }
     int fetches(int inputs) const { return int(divide_up(inputs / 2, PAIRS_PER_FETCH)); }
@@ -31,9 +45,7 @@ struct Bf16Dot : Bf16Format {
         void multiply(const Bf16Rows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
             const Bf16* x = rows.values + row * rows.stride + slice.first_input;
             __m512 acc[ROWS][VECTORS];
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++)
-                    acc[r][v] = slice.is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * PANEL + v * VECTOR);
+            load_sums(acc, sums, slice.is_first);
             for (int pair = 0; pair < slice.inputs / 2; pair++) {
                 if (pair % PAIRS_PER_FETCH == 0) prefetch.fetch();
                 __m512bh lanes[VECTORS];
@@ -44,8 +56,7 @@ struct Bf16Dot : Bf16Format {
                     for (int v = 0; v < VECTORS; v++) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], lanes[v], value);
                 }
             }
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * PANEL + v * VECTOR, acc[r][v]);
+            save_sums(acc, sums);
         }
     };
 
@@ -113,16 +124,13 @@ struct Bf16Floats : Bf16Format {
         void multiply(const FloatRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
             const float* x = rows.values + row * rows.stride + slice.first_input;
             __m512 acc[ROWS][VECTORS];
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++)
-                    acc[r][v] = slice.is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * PANEL + v * VECTOR);
+            load_sums(acc, sums, slice.is_first);
             for (int pair = 0; pair < slice.inputs / 2; pair++) {
                 if (pair % PAIRS_PER_FETCH == 0) prefetch.fetch();
                 add<1>(acc, x, rows.stride, pair);
                 add<0>(acc, x, rows.stride, pair);
             }
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * PANEL + v * VECTOR, acc[r][v]);
+            save_sums(acc, sums);
         }
 
         template <int HALF, int ROWS>

@@ -35,7 +35,7 @@ def one_gguf_model(paths: Iterable[str], name: str, *, option: str, are_all: boo
         listed = ", ".join(found[:_MAX_NAMED]) + (", ..." if len(found) > _MAX_NAMED else "")
         raise ModelError(
             f"--model {option}: one GGUF model must have {name} in its file's name; {len(models)} have. "
-            f"{'The repository' if are_all else 'The cache, as the hub cannot be reached,'} has: "
+            f"{'The repository has' if are_all else 'The repository cannot be listed; its cache has'}: "
             f"{listed or 'no GGUF file'}. Give more of the name"
         )
     return [path for path in files if first_part(path) in models]
