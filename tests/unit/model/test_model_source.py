@@ -1,6 +1,7 @@
 """Tests how `--model` is resolved; the hub itself is not contacted."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -37,10 +38,13 @@ class FakeClient:
         self.patterns.append(allow_patterns)
         return str(self._directory)
 
-    def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
+    def model_info(self, repo_id: str, *, revision: str | None, timeout: float) -> SimpleNamespace:
         if self.is_offline:
             raise OfflineModeIsEnabled(f"{repo_id}@{revision}")
-        return [str(path.relative_to(self._directory)) for path in self._directory.rglob("*") if path.is_file()]
+        files = (path for path in self._directory.rglob("*") if path.is_file())
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=str(path.relative_to(self._directory))) for path in files]
+        )
 
 
 @pytest.fixture

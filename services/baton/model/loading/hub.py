@@ -5,9 +5,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from baton.core.errors import ModelError
+
+
+_TIMEOUT_S = 10.0
+"""For the list of a repository's files. After that, the cache counts."""
 
 
 class HubClient(Protocol):
@@ -16,8 +20,9 @@ class HubClient(Protocol):
     def snapshot_download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         """Download the files that match one of the glob patterns; return their directory."""
 
-    def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
-        """Return the names of all files of a repository."""
+    def model_info(self, repo_id: str, *, revision: str | None, timeout: float) -> Any:
+        """Return an object whose `siblings` have the names of all files as `rfilename`. Does not retry, unlike
+        `list_repo_files`."""
 
 
 def _client() -> HubClient:
@@ -57,7 +62,8 @@ class Hub:
         """
         client = self._client()
         try:
-            return client.list_repo_files(repo_id, revision=revision), True
+            found = client.model_info(repo_id, revision=revision, timeout=_TIMEOUT_S)
+            return [file.rfilename for file in found.siblings], True
         except Exception:  # of many kinds; if nothing is in the cache, either, the download raises the same
             directory = self.download(repo_id, revision, [])
             return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()], False
