@@ -9,7 +9,6 @@ from typing import Any, Protocol, cast
 
 from baton.core.errors import ModelError
 
-
 _TIMEOUT_S = 10.0
 """For the list of a repository's files. After that, the cache counts."""
 
@@ -21,8 +20,10 @@ class HubClient(Protocol):
         """Download the files that match one of the glob patterns; return their directory."""
 
     def model_info(self, repo_id: str, *, revision: str | None, timeout: float) -> Any:
-        """Return an object whose `siblings` have the names of all files as `rfilename`. Does not retry, unlike
-        `list_repo_files`."""
+        """Return an object whose `siblings` have the names of all files as `rfilename`.
+
+        Unlike `list_repo_files` it does not retry, which would delay each start without a network.
+        """
 
 
 def _client() -> HubClient:
