@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from baton.core.errors import ModelError
 
 _TIMEOUT_S = 10.0
-"""For the list of a repository's files. After that, the cache counts."""
+"""Longest wait for the list of a repository's files. After that the cache counts."""
 
 
 class HubClient(Protocol):
