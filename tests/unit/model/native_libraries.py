@@ -1,10 +1,12 @@
-"""Builds the C++ kernels for several processors. All tests and runs share the cached builds."""
+"""Builds the C++ kernels for several processors, and programs over them. All runs share the cached builds."""
 
 import platform
+import subprocess
 from functools import cache
 from pathlib import Path
 
-from baton.model.kernels.cpu.kernel_build import NATIVE, OPTIONS, build, default_cache
+from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, build, default_cache, find_compiler
+from baton.model.kernels.cpu.kernel_library import load_kernels
 from tests.scale import IS_LONG
 
 BASELINE, AVX2 = ("-march=x86-64",), ("-march=x86-64-v3",)
@@ -13,6 +15,24 @@ EMULATED_TILES = ("-march=icelake-server", "-DBATON_EMULATE_TILES")
 """AVX512-VNNI, with AMX's tiles computed in plain C++."""
 BF16_FLOATS = (NATIVE, "-DBATON_PREFER_FLOATS")
 """Products of bfloat16 as floats, whatever is faster here."""
+NOT_HERE = 9
+"""Exit status of a program that needs AVX512-BF16, on a processor without it."""
+
+
+def bf16_program_status(source: str, directory: Path) -> int:
+    """Compile a program for this processor, run it, and return its exit status.
+
+    On a processor without AVX512-BF16 it must be NOT_HERE, and 0 is returned.
+    """
+    (directory / "program.cpp").write_text(source)
+    options = [option for option in OPTIONS if option not in ("-fPIC", "-shared")]
+    compile_it = [find_compiler(), *options, f"-I{HERE}", "program.cpp", "-o", "program"]
+    subprocess.run(compile_it, cwd=directory, check=True)
+    status = subprocess.run([directory / "program"], check=False).returncode
+    if load_kernels(1).has_bf16_dot:
+        return status
+    assert status == NOT_HERE
+    return 0
 
 
 def processors() -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.model.kernels.cpu.kernel_build import HERE, OPTIONS, find_compiler
-from baton.model.kernels.cpu.kernel_library import load_kernels
+from tests.unit.model.native_libraries import bf16_program_status
 
 HALVES = """
 #include "numbers.h"
@@ -100,8 +100,6 @@ int main() {
 #endif
 }
 """
-NOT_HERE = 9
-"""Exit status of the programs above on a processor without AVX512-BF16."""
 TRAPS = ("-fsanitize=undefined,float-cast-overflow", "-fsanitize-undefined-trap-on-error")
 """What C++ leaves undefined ends the program."""
 
@@ -161,8 +159,4 @@ def test_numbers_of_bfloat16_are_right(tmp_path: Path, source: str) -> None:
 
     Products of floats have the bits of Intel's dot product. Where they have not, they are not used.
     """
-    (tmp_path / "numbers.cpp").write_text(source)
-    options = [option for option in OPTIONS if option not in ("-fPIC", "-shared")]
-    subprocess.run([find_compiler(), *options, f"-I{HERE}", "numbers.cpp", "-o", "numbers"], cwd=tmp_path, check=True)
-    found = subprocess.run([tmp_path / "numbers"], check=False).returncode
-    assert found == (0 if load_kernels(1).has_bf16_dot else NOT_HERE)
+    assert bf16_program_status(source, tmp_path) == 0

@@ -1,8 +1,6 @@
 // Building blocks of the bfloat16 attention tiles, for processors with the bfloat16 dot product.
 #pragma once
 
-#include <type_traits>
-
 #include "bf16_dot.h"
 #include "online_softmax.h"
 
@@ -62,13 +60,19 @@ __attribute__((always_inline)) inline void transpose_words(__m512i* r) {
     }
 }
 
+// Loads 16 numbers of a row as floats.
+inline __m512 load_as_floats(const Bf16* from) {
+    const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+inline __m512 load_as_floats(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
 // Loads 32 numbers of a row as bfloat16. Integers of 8 bits are exact in bfloat16.
 inline __m512i load_as_bf16(const Bf16* from) { return _mm512_loadu_si512(from); }
 inline __m512i load_as_bf16(const int8_t* from) {
-    const auto widen = [](const int8_t* part) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part))));
-    };
-    return __m512i(_mm512_cvtne2ps_pbh(widen(from + BF16_LANES), widen(from)));
+    return __m512i(_mm512_cvtne2ps_pbh(load_as_floats(from + BF16_LANES), load_as_floats(from)));
 }
 
 // Interleaves 32 numbers of two rows into 32 words, one pair each.
@@ -119,79 +123,6 @@ struct TokenScales {
 // Prefetches into L2. Into L1, decode took a third longer (`bench/scenarios/engine/attention.py`).
 template <typename S>
 inline void fetch(const S* numbers) { _mm_prefetch(reinterpret_cast<const char*>(numbers), _MM_HINT_T1); }
-
-// Initial value of the accumulators: zero, the existing sums, or the sums times a factor per lane.
-enum class Accumulate { ZERO, SUMS, RESCALED_SUMS };
-
-// Left operand: one pointer per row; consecutive pairs are `step` numbers apart.
-struct BroadcastRows {
-    const Bf16* const* rows;
-    int step;
-};
-
-// Right operand: vectors of pairs; consecutive pairs are `step` words apart.
-struct PackedPairs {
-    const uint32_t* packed;
-    int step;
-};
-
-// sums [R, C * 16], rows `stride` apart: left pairs times right pairs, added to the initial value that MODE
-// selects.
-template <Accumulate MODE, int R, int C>
-inline void multiply(float* sums, int stride, const Bf16* const* left, int left_step, PackedPairs right,
-    int num_pairs, const float* rescale) {
-    __m512 acc[R][C];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < C; c++) {
-            acc[r][c] = MODE == Accumulate::ZERO ? _mm512_setzero_ps()
-                : _mm512_loadu_ps(sums + size_t(r) * stride + c * BF16_LANES);
-            if (MODE == Accumulate::RESCALED_SUMS) acc[r][c]
-                = _mm512_mul_ps(acc[r][c], _mm512_load_ps(rescale + c * BF16_LANES));
-        }
-    }
-    for (int p = 0; p < num_pairs; p++) {
-        __m512bh lanes[C];
-        for (int c = 0; c < C; c++) lanes[c]
-            = __m512bh(_mm512_load_si512(right.packed + size_t(p) * right.step + c * BF16_LANES));
-        for (int r = 0; r < R; r++) {
-            const __m512bh pair = __m512bh(_mm512_set1_epi32(int(load_bf16_pair(left[r] + size_t(p) * left_step))));
-            for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], lanes[c], pair);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(sums + size_t(r) * stride + c * BF16_LANES, acc[r][c]);
-}
-
-// Calls go(number of vectors, first lane) for groups of 4, 2 or 1 vectors; `lanes` is a multiple of 16.
-template <typename Go>
-inline void for_each_vector_group(int lanes, const Go& go) {
-    int lane = 0;
-    for (; lane + 4 * BF16_LANES <= lanes; lane += 4 * BF16_LANES) go(std::integral_constant<int, 4>(), lane);
-    for (; lane + 2 * BF16_LANES <= lanes; lane += 2 * BF16_LANES) go(std::integral_constant<int, 2>(), lane);
-    if (lane < lanes) go(std::integral_constant<int, 1>(), lane);
-}
-
-template <int C>
-constexpr int ROWS_IN_REGISTERS = C == 4 ? 6 : 12;  // rows whose sums fill the registers
-static_assert(BF16_BATCH_TOKENS % BF16_LANES == 0 && BF16_BATCH_TOKENS % ROWS_IN_REGISTERS<4> == 0
-    && BF16_BATCH_TOKENS % ROWS_IN_REGISTERS<1> == 0);
-
-// Does the same for any number of rows.
-template <Accumulate MODE, int C>
-inline void multiply_rows_by_pairs(float* sums, int stride, BroadcastRows left, int rows, PackedPairs right,
-    int num_pairs, const float* rescale = nullptr) {
-    int r = 0;
-    const auto go = [&](auto at_once) {
-        constexpr int R = decltype(at_once)::value;
-        for (; r + R <= rows; r += R)
-            multiply<MODE, R, C>(
-                sums + size_t(r) * stride, stride, left.rows + r, left.step, right, num_pairs, rescale);
-    };
-    go(std::integral_constant<int, ROWS_IN_REGISTERS<C>>());
-    go(std::integral_constant<int, 4>());
-    go(std::integral_constant<int, 2>());
-    go(std::integral_constant<int, 1>());
-}
 
 }  // namespace baton
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_prefill_bf16.h"
+#include "bf16_floats.h"
 
 #ifdef BATON_HAS_BF16_DOT
 
@@ -22,8 +23,11 @@ class AttentionTileBf16 {
     template <typename S>
     void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
         int kv_end, float factor, SoftmaxState& state) {
-        if (num_rows >= PREFILL_MIN_ROWS)
-            return prefill_.attend(rows, num_rows, visible, kv, range, kv_end, factor, state);
+        if (num_rows >= PREFILL_MIN_ROWS) {
+            if (prefers_floats())
+                return prefill_floats_.attend(rows, num_rows, visible, kv, range, kv_end, factor, state);
+            return prefill_pairs_.attend(rows, num_rows, visible, kv, range, kv_end, factor, state);
+        }
         const int dim = kv.head_dim;
         keys_.reserve(size_t(dim / 2) * BF16_BATCH_TOKENS);
         values_.reserve(size_t(BF16_BATCH_TOKENS / 2) * dim);
@@ -52,11 +56,11 @@ class AttentionTileBf16 {
   private:
     // `columns`: total number of lanes, a multiple of 16.
     template <Accumulate MODE>
-    static void multiply_all(float* sums, int stride, BroadcastRows left, int rows, PackedPairs right, int pairs,
-        int columns) {
+    static void multiply_all(float* sums, int stride, BroadcastRows<PairProducts> left, int rows,
+        PackedWords<PairProducts> right, int pairs, int columns) {
         const auto go = [&](auto vectors, int c) {
-            multiply_rows_by_pairs<MODE, decltype(vectors)::value>(
-                sums + c, stride, left, rows, {right.packed + c, right.step}, pairs);
+            multiply_rows_by_pairs<PairProducts, MODE, decltype(vectors)::value>(
+                sums + c, stride, left, rows, {right.words + c, right.step}, pairs);
         };
         for_each_vector_group(columns, go);
     }
@@ -128,10 +132,11 @@ class AttentionTileBf16 {
         return rescale;
     }
 
-    PrefillAttentionBf16 prefill_;
+    PrefillAttentionBf16<PairProducts> prefill_pairs_;
+    PrefillAttentionBf16<FloatProducts> prefill_floats_;
     TokenScales scales_;
-    AlignedBuffer<uint32_t> keys_;    // [dim / 2, PAIR_TOKENS]
-    AlignedBuffer<uint32_t> values_;  // [PAIR_TOKENS / 2, dim]
+    AlignedBuffer<uint32_t> keys_;    // [dim / 2, BF16_BATCH_TOKENS]
+    AlignedBuffer<uint32_t> values_;  // [BF16_BATCH_TOKENS / 2, dim]
     AlignedBuffer<float> scores_{size_t(PREFILL_MIN_ROWS) * BF16_BATCH_TOKENS};
     AlignedBuffer<Bf16> weights_{size_t(PREFILL_MIN_ROWS) * BF16_BATCH_TOKENS};
 };

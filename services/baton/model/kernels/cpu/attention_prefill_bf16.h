@@ -1,16 +1,18 @@
 // Computes many query rows in bfloat16. A lane is a row, so no maximum and no sum crosses lanes, and keys
-// keep their order. The rows are divided into panels of 4, 2 or 1 vectors.
+// keep their order. The rows are divided into panels of 4, 2 or 1 vectors. P: the products, see
+// attention_bf16_products.h. Both give the same bits.
 #pragma once
 
 #include <algorithm>
 
 #include "aligned_buffer.h"
-#include "attention_bf16_dot.h"
+#include "attention_bf16_products.h"
 
 #ifdef BATON_HAS_BF16_DOT
 
 namespace baton {
 
+template <typename P>
 class PrefillAttentionBf16 {
   public:
     // S: type of the stored keys and values. kv_end: see attention_decode_bf16.h.
@@ -32,15 +34,22 @@ class PrefillAttentionBf16 {
     }
 
   private:
+    using Number = typename P::Number;
+    using Word = typename P::Word;
+
+    static constexpr int PER_WORD = P::NUMBERS_PER_WORD, MAX_WIDTH = 4 * BF16_LANES;
+
     // Lanes beyond the rows repeat the last row.
     void start(const Bf16* const* rows, int num_rows, const KvRange* visible) {
-        queries_.reserve(size_t(dim_ / 2) * width_);
+        queries_.reserve(size_t(dim_ / PER_WORD) * width_);
         keys_.reserve(size_t(BF16_BATCH_TOKENS) * dim_);
-        values_.reserve(size_t(BF16_BATCH_TOKENS / 2) * dim_);
+        values_.reserve(size_t(BF16_BATCH_TOKENS / PER_WORD) * dim_);
         sums_.reserve(size_t(dim_) * width_);
+        scores_.reserve(size_t(BF16_BATCH_TOKENS) * MAX_WIDTH);
+        weights_.reserve(size_t(BF16_BATCH_TOKENS / PER_WORD) * MAX_WIDTH);
         std::fill(sums_.data(), sums_.data() + size_t(dim_) * width_, 0.0f);
         for (int i = 0; i < BF16_BATCH_TOKENS; i++) tokens_[i] = keys_.data() + size_t(i) * dim_;
-        for (int d = 0; d < dim_; d++) features_[d] = reinterpret_cast<const Bf16*>(values_.data() + d);
+        for (int d = 0; d < dim_; d++) features_[d] = P::column(values_.data() + d);
         for (int lane = 0; lane < width_; lane++) {
             const KvRange limits = visible[std::min(lane, num_rows - 1)];
             visible_begin_[lane] = limits.begin;
@@ -56,14 +65,14 @@ class PrefillAttentionBf16 {
                     for (int i = 0; i < BF16_LANES; i++) r[i]
                         = _mm512_loadu_si512(rows[std::min(first + lane + i, num_rows - 1)] + d);
                     transpose_words(r);
-                    for (int i = 0; i < BF16_LANES; i++) _mm512_store_si512(queries_of(first)
-                        + size_t(d / 2 + i) * WIDTH + lane, r[i]);
+                    for (int i = 0; i < BF16_LANES; i++)
+                        P::store_pairs(r[i], queries_of(first) + word(d / 2 + i) * WIDTH + lane, WIDTH);
                 }
             }
         });
     }
 
-    // Copies the keys of [begin, end) to consecutive memory, and the values as pairs of tokens, once for all
+    // Copies the keys and values of [begin, end) to consecutive memory, as the products need them, once for all
     // panels. In the blocks, the KV of one head may lie at multiples of a large power of two. It would then
     // map to few cache sets and not stay in the cache. Meanwhile the next tokens are prefetched.
     template <typename S>
@@ -86,15 +95,18 @@ class PrefillAttentionBf16 {
             const S *value = is_first ? pointers.values[i] : ZERO_ROW<S>,
                 *next_value = is_second ? pointers.values[i + 1] : ZERO_ROW<S>;
             for (int d = 0; d < dim_; d += BF16_PER_LINE) {
-                _mm512_store_si512(keys_.data() + size_t(i) * dim_ + d, load_as_bf16(key + d));
-                _mm512_store_si512(keys_.data() + size_t(i + 1) * dim_ + d, load_as_bf16(next_key + d));
-                interleave_pairs(value + d, next_value + d, values_.data() + size_t(i) / 2 * dim_ + d);
+                P::store_key(key + d, keys_.data() + size_t(i) * dim_ + d);
+                P::store_key(next_key + d, keys_.data() + size_t(i + 1) * dim_ + d);
+                P::store_values(value + d, next_value + d, values_.data() + word(i / 2) * dim_ + d, dim_);
             }
         }
     }
 
-    // Queries [dim / 2, lanes] and sums [dim, lanes] of the panel that begins at `lane`.
-    uint32_t* queries_of(int lane) const { return queries_.data() + size_t(lane) * (dim_ / 2); }
+    // Number of the first word of a pair.
+    static size_t word(int pair) { return size_t(pair) * (2 / PER_WORD); }
+
+    // Queries [words of dim, lanes] and sums [dim, lanes] of the panel that begins at `lane`.
+    Word* queries_of(int lane) const { return queries_.data() + size_t(lane) * (dim_ / PER_WORD); }
     float* sums_of(int lane) const { return sums_.data() + size_t(lane) * dim_; }
 
     // Processes the tokens [begin, end) for the panel of C vectors that begins at `lane`.
@@ -106,17 +118,25 @@ class PrefillAttentionBf16 {
         const int count = std::min(end, *most_high) - begin;
         if (count <= 0 || end <= *least_low) return;  // no row sees any of these tokens
         alignas(64) float rescale[WIDTH];
-        multiply_rows_by_pairs<Accumulate::ZERO, C>(
-            scores_.data(), WIDTH, {tokens_, 2}, round_up(count, ROWS_IN_REGISTERS<C>), {queries_of(lane), WIDTH},
-            dim_ / 2);
-
+        multiply_rows_by_pairs<P, Accumulate::ZERO, C>(scores_.data(), WIDTH, {tokens_, PER_WORD},
+            round_up(count, ROWS_IN_REGISTERS<C>), {queries_of(lane), WIDTH}, dim_ / 2);
         if (begin >= *most_low && begin + count <= *least_high) {
             online_softmax_update<C, SCALED, true>(lane, begin, count, factor, rescale);
         } else {
             online_softmax_update<C, SCALED, false>(lane, begin, count, factor, rescale);
         }
-        multiply_rows_by_pairs<Accumulate::RESCALED_SUMS, C>(
-            sums_of(lane), WIDTH, {features_, 2 * dim_}, dim_, {weights_.data(), WIDTH}, (count + 1) / 2, rescale);
+        rescale_sums<C>(sums_of(lane), rescale);
+        multiply_rows_by_pairs<P, Accumulate::SUMS, C>(sums_of(lane), WIDTH, {features_, PER_WORD * dim_}, dim_,
+            {weights_.data(), WIDTH}, (count + 1) / 2);
+    }
+
+    // Multiplies earlier sums by a factor per lane. It is 1 unless the lane's maximum has changed.
+    template <int C>
+    void rescale_sums(float* sums, const float* rescale) const {
+        constexpr int WIDTH = C * BF16_LANES;
+        if (std::all_of(rescale, rescale + WIDTH, [](float factor) { return factor == 1.0f; })) return;
+        for (int d = 0; d < dim_; d++)
+            for (int lane = 0; lane < WIDTH; lane++) sums[size_t(d) * WIDTH + lane] *= rescale[lane];
     }
 
     // online_softmax_update of online_softmax.h, each lane separately. Weights are rounded to bfloat16 and
@@ -124,6 +144,7 @@ class PrefillAttentionBf16 {
     // scales_. ALL_VISIBLE: every lane sees all of these tokens. `rescale`: the factors for the earlier sums.
     template <int C, bool SCALED, bool ALL_VISIBLE>
     void online_softmax_update(int lane, int begin, int count, float factor, float* rescale) {
+        constexpr int WIDTH = C * BF16_LANES;
         const __m512 scale = _mm512_set1_ps(factor), masked = _mm512_set1_ps(MASKED_SCORE);
         const auto is_seen = [&](int c, int i) {
             const __m512i index = _mm512_set1_epi32(begin + i);
@@ -132,7 +153,7 @@ class PrefillAttentionBf16 {
                 _mm512_cmplt_epi32_mask(index, _mm512_load_si512(visible_end_ + lane + c * BF16_LANES)));
         };
         const float* scores = scores_.data();
-        uint32_t* weights = weights_.data();
+        Word* weights = weights_.data();
         const auto score = [&](int c, int i) { return _mm512_load_ps(scores + (i * C + c) * BF16_LANES); };
         const auto scale_of = [&](int i) { return SCALED ? _mm512_set1_ps(scales_.keys[i]) : scale; };
         __m512 new_max[C], sum[C];
@@ -170,7 +191,8 @@ class PrefillAttentionBf16 {
                 sum[c] = _mm512_add_ps(sum[c], _mm512_add_ps(a, b));
                 const __m512 second = i + 1 < count ? scaled(c, i + 1, b) : b;
                 const __m512i both = __m512i(_mm512_cvtne2ps_pbh(second, scaled(c, i, a)));
-                _mm512_store_si512(weights + (i / 2 * C + c) * BF16_LANES, _mm512_permutexvar_epi16(order, both));
+                P::store_pairs(_mm512_permutexvar_epi16(order, both),
+                    weights + word(i / 2) * WIDTH + c * BF16_LANES, WIDTH);
             }
         }
         for (int c = 0; c < C; c++) {
@@ -199,14 +221,14 @@ class PrefillAttentionBf16 {
     }
 
     int dim_ = 0, width_ = 0;  // head size; total number of lanes, a multiple of 16
-    AlignedBuffer<uint32_t> queries_;  // panel by panel, see `queries_of`
+    AlignedBuffer<Word> queries_;  // panel by panel, see `queries_of`
     AlignedBuffer<float> sums_;  // panel by panel, see `sums_of`
-    AlignedBuffer<Bf16> keys_;                    // [PAIR_TOKENS, dim]
-    AlignedBuffer<uint32_t> values_;              // [PAIR_TOKENS / 2, dim]
-    const Bf16* tokens_[BF16_BATCH_TOKENS];     // rows of keys_
-    const Bf16* features_[MAX_BF16_DIM];  // columns of values_
-    AlignedBuffer<float> scores_{size_t(BF16_BATCH_TOKENS) * 4 * BF16_LANES};
-    AlignedBuffer<uint32_t> weights_{size_t(BF16_BATCH_TOKENS / 2) * 4 * BF16_LANES};
+    AlignedBuffer<Number> keys_;  // [BF16_BATCH_TOKENS, dim]
+    AlignedBuffer<Word> values_;  // [words of BF16_BATCH_TOKENS, dim]
+    const Number* tokens_[BF16_BATCH_TOKENS];  // rows of keys_
+    const Number* features_[MAX_BF16_DIM];  // columns of values_
+    AlignedBuffer<float> scores_;  // [BF16_BATCH_TOKENS, lanes of a panel]
+    AlignedBuffer<Word> weights_;  // [words of BF16_BATCH_TOKENS, lanes of a panel]
     TokenScales scales_;
     alignas(64) int32_t visible_begin_[MAX_ROWS], visible_end_[MAX_ROWS];
     alignas(64) float row_max_[MAX_ROWS], row_sum_[MAX_ROWS];

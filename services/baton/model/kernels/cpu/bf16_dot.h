@@ -1,4 +1,4 @@
-// Detects the bfloat16 dot product (AVX512-BF16) and loads pairs of bfloat16.
+// Detects the bfloat16 dot product (AVX512-BF16), loads pairs of bfloat16, and rounds as the dot product does.
 #pragma once
 
 #include <cstring>
@@ -20,5 +20,34 @@ inline uint32_t load_bf16_pair(const Bf16* from) {
     std::memcpy(&word, from, sizeof word);
     return word;
 }
+
+#ifdef BATON_HAS_BF16_DOT
+
+// Rounds as the dot product does, while it lives: subnormal numbers are zero, as operands and as results.
+//
+// The dot product of pairs adds the product of the upper halves, rounds, adds that of the lower halves, and rounds. A
+// fused multiplication and addition rounds once, too, after the addition, so two of them give the same bits.
+class DotRounding {
+  public:
+    DotRounding() : before_(_mm_getcsr()) {
+        constexpr unsigned FLUSH_TO_ZERO = 0x8000, DENORMALS_ARE_ZERO = 0x40;
+        _mm_setcsr(before_ | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO);
+        order();
+    }
+    ~DotRounding() {
+        order();
+        _mm_setcsr(before_);
+    }
+    DotRounding(const DotRounding&) = delete;
+    DotRounding& operator=(const DotRounding&) = delete;
+
+  private:
+    // Compilers do not know that arithmetic depends on the register. They move no access to memory across this.
+    static void order() { __asm__ volatile("" ::: "memory"); }
+
+    unsigned before_;
+};
+
+#endif
 
 }  // namespace baton

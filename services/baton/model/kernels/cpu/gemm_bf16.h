@@ -68,31 +68,8 @@ struct Bf16Dot : Bf16Format {
     }
 };
 
-// Rounds as the dot product does, while it lives: subnormal numbers are zero, as operands and as results.
-class DotRounding {
-  public:
-    DotRounding() : before_(_mm_getcsr()) {
-        constexpr unsigned FLUSH_TO_ZERO = 0x8000, DENORMALS_ARE_ZERO = 0x40;
-        _mm_setcsr(before_ | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO);
-        order();
-    }
-    ~DotRounding() {
-        order();
-        _mm_setcsr(before_);
-    }
-    DotRounding(const DotRounding&) = delete;
-    DotRounding& operator=(const DotRounding&) = delete;
-
-  private:
-    // Compilers do not know that arithmetic depends on the register. They move no access to memory across this.
-    static void order() { __asm__ volatile("" ::: "memory"); }
-
-    unsigned before_;
-};
-
-// The dot product of pairs adds the product of the upper halves, rounds, adds that of the lower halves, and rounds. A
-// fused multiplication and addition rounds once, too, after the addition, so two of them give the same bits.
-// bf16_floats.h measures which is faster. For many rows a slice is widened to floats once.
+// Two products of floats, the upper half first (see DotRounding). bf16_floats.h measures which is faster. For many rows
+// a slice is widened to floats once.
 struct Bf16Floats : Bf16Format {
     using Rows = FloatRows;
 
