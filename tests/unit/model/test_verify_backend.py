@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,6 +32,8 @@ from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.linear.pack_model import rounds_activations
 from baton.model.linear.packer import WeightPacker
 from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.step.forward import Forward, ForwardOutput, ModelForward
+from baton.model.step.step_inputs import PackedStep
 from baton.model.verification import verify_backend
 from baton.model.verification.verify_backend import verify_logits, verify_masks
 from tests.model_families import TINY
@@ -229,3 +231,25 @@ def test_foreign_errors_become_model_errors(tiny_dir: Path) -> None:
 
 def test_max_model_len_shorter_than_the_test_prompts_does_not_raise(tiny_dir: Path) -> None:
     verify(replace(load_model(tiny_dir, device="cpu"), max_model_len=7), block_size_tokens=16)
+
+
+@pytest.mark.parametrize("is_wrong", [lambda of_all: of_all, lambda of_all: not of_all], ids=["all tokens", "ends"])
+def test_wrong_logits_of_one_kind_of_pass_are_refused(is_wrong: Callable[[bool], bool], tiny_dir: Path) -> None:
+    """Of passes that compute the logits of all their tokens, or of others."""
+    loaded = load_model(tiny_dir, device="cpu")
+    right = ModelForward(loaded.model)
+
+    def forward(step: PackedStep) -> ForwardOutput:
+        found = right(step)
+        of_all = found.logits.shape[0] == step.token_ids.shape[0]
+        return replace(found, logits=-found.logits) if is_wrong(of_all) else found
+
+    verify_logits(loaded, 16, forward=right)
+    with pytest.raises(ModelError, match="computes different logits"):
+        verify_logits(loaded, 16, forward=cast(Forward, forward))
+    right.close()
+
+
+def test_context_of_one_token_is_verified(tiny_dir: Path) -> None:
+    """All prompts take one pass."""
+    verify(load_model(tiny_dir, device="cpu", max_model_len=1), block_size_tokens=16)
