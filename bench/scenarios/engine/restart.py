@@ -4,12 +4,12 @@ python -m bench restart --out DIR [--models demo,tiny-42m,qwen3-0.6b] [--weights
 [--system 'Baton 1 hybrid' | 'Baton 1P+1D']
 
 Each repeat starts `baton up` with one hybrid worker on both cores, or one worker of each role. Compiled
-kernels, packed weights and step costs are kept from an earlier start, which is not counted. Then ten requests
-run one after the other with a short pause, each with a new prompt of 512 tokens. Startup is the time from the
-command until the cluster is ready. All loading, compiling, verifying and measuring therefore counts either as
-startup or in the first request. "Beyond Ray" is the startup without the phase in which `baton up` starts Ray.
-"Memory" is that of all processes of the cluster after the requests; pages that several of them share count
-once (PSS).
+kernels, packed weights and step memory are kept from an earlier start, which is not counted. Then ten
+requests run one after the other with a short pause, each with a new prompt of 512 tokens. Startup is the time
+from the command until the cluster is ready. All loading, compiling, verifying and measuring therefore counts
+either as startup or in the first request. "Beyond Ray" is the startup without the phase in which `baton up`
+starts Ray. "Memory" is that of all processes of the cluster after the requests; pages that several of them
+share count once (PSS).
 """
 
 import argparse

@@ -3,8 +3,10 @@ to KV."""
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import psutil
 import torch
@@ -16,11 +18,16 @@ from baton.core.request_limits import LIMITS
 from baton.engine.scheduling.batcher import MAX_PROMPT_ROWS
 from baton.engine.state.step import PromptRequest, SampleRequest, StepPlan, StepSequence
 from baton.model.backends.backend_selection import Backend
-from baton.model.device.device_info import free_bytes, release_freed_memory
+from baton.model.device.device_info import device_name, free_bytes, release_freed_memory
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel
+from baton.model.software_facts import PYTHON_AND_CPP, software_facts
 from baton.model.step.step_launch import StepLauncher
+from baton.runtime import user_cache
+from baton.runtime.child.verdict_cache import VerdictCache
 
+KEPT_S = 86_400.0
+"""Time after which a host measures again, because it may have been short of memory the first time."""
 _POLL_INTERVAL_S = 0.001
 _COSTLIEST_SAMPLE = SampleRequest(
     # top_p makes the sampler sort the vocabulary, which takes the most memory.
@@ -30,6 +37,56 @@ _COSTLIEST_SAMPLE = SampleRequest(
     history=token_ids([0]),
     num_prompt_tokens=1,
 )
+
+
+def known_step_bytes(
+    loaded: LoadedModel,
+    backend: Backend,
+    *,
+    block_size_tokens: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    num_threads: int,
+    cache: VerdictCache | None = None,
+    wall_clock: Callable[[], float] = time.time,
+) -> int:
+    """Return what `measure_step_bytes` returns. On a host it is kept for later starts of such a worker.
+
+    On a GPU it is measured at each start, because it depends on what other processes do with the GPU. Raises
+    ModelError if it is measured and there is not enough memory for the step.
+    """
+    measure = partial(
+        measure_step_bytes,
+        loaded,
+        backend,
+        block_size_tokens=block_size_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    if loaded.device.type != "cpu":
+        return measure()
+    cache = cache or VerdictCache(user_cache.cache_directory("step-bytes"))
+    limits = (block_size_tokens, max_num_batched_tokens, max_num_seqs, loaded.max_model_len)
+    facts = {
+        **software_facts(PYTHON_AND_CPP),
+        "model": loaded.model_fingerprint,
+        "dtypes": f"{loaded.dtype} {loaded.kv_dtype} {loaded.weight_format}",
+        "backend": backend.name,
+        "processor": device_name(loaded.device),
+        "num_threads": str(num_threads),
+        "limits": " ".join(str(each) for each in (*limits, MAX_PROMPT_ROWS, _max_prompt_logprobs())),
+    }
+    kept = cache.find(facts) or {}
+    num_bytes, at_s = kept.get("bytes"), kept.get("measured_at_s")
+    if type(num_bytes) is int and num_bytes >= 0 and type(at_s) is float and 0 <= wall_clock() - at_s < KEPT_S:
+        return num_bytes
+    measured = measure()
+    cache.keep(facts, {"bytes": measured, "measured_at_s": wall_clock()})
+    return measured
+
+
+def _max_prompt_logprobs() -> int:
+    return int(LIMITS["prompt_logprobs"].maximum or 0)
 
 
 @torch.inference_mode()
@@ -94,7 +151,7 @@ def _largest_step(longest: int, num_seqs: int, block_size_tokens: int) -> StepPl
         sample=_COSTLIEST_SAMPLE,
         prompt=PromptRequest(
             targets=token_ids([0] * min(longest - 1, MAX_PROMPT_ROWS)),
-            num_logprobs=int(LIMITS["prompt_logprobs"].maximum or 0),
+            num_logprobs=_max_prompt_logprobs(),
         )
         if longest > 1
         else None,
@@ -117,7 +174,8 @@ def _largest_step(longest: int, num_seqs: int, block_size_tokens: int) -> StepPl
 def _watch_peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
     """Record peak memory use inside the block. The yielded function returns its growth in bytes, afterwards.
 
-    On a host this samples the resident set every millisecond.
+    On a host this samples the process's own memory every millisecond. Pages of files do not count: those of
+    mapped weights may have to be read again.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -125,18 +183,23 @@ def _watch_peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: torch.cuda.max_memory_allocated(device) - before
         return
     process, is_done = psutil.Process(), threading.Event()
-    before = peak_bytes_seen = int(process.memory_info().rss)
+
+    def own_bytes() -> int:
+        found = process.memory_info()
+        return int(found.rss - getattr(found, "shared", 0))
+
+    before = peak_bytes_seen = own_bytes()
 
     def watch() -> None:
         nonlocal peak_bytes_seen
         while not is_done.wait(_POLL_INTERVAL_S):
-            peak_bytes_seen = max(peak_bytes_seen, int(process.memory_info().rss))
+            peak_bytes_seen = max(peak_bytes_seen, own_bytes())
 
     thread = threading.Thread(target=watch, name="peak", daemon=True)
     thread.start()
     try:
         yield lambda: peak_bytes_seen - before
     finally:
-        peak_bytes_seen = max(peak_bytes_seen, int(process.memory_info().rss))
+        peak_bytes_seen = max(peak_bytes_seen, own_bytes())
         is_done.set()
         thread.join()

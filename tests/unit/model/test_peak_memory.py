@@ -12,13 +12,15 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
 from baton.core.errors import ModelError
+from baton.model import peak_memory
 from baton.model.backends.backend_selection import CpuBackends, choose_backend
 from baton.model.device.device_info import gpu_share_bytes
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_fingerprint import num_weights
 from baton.model.loading.model_loader import load_model
-from baton.model.peak_memory import measure_step_bytes
+from baton.model.peak_memory import KEPT_S, known_step_bytes, measure_step_bytes
 from baton.model.step.forward import Forward, ForwardOutput
+from baton.runtime.child.verdict_cache import VerdictCache
 from tests.model_families import TINY
 
 SIZE = 16
@@ -37,6 +39,43 @@ def test_step_bytes_cover_logits_and_grow_with_tokens(save: Callable[[PreTrained
     logits = 64 * WIDE["vocab_size"] * 4
     assert logits < step_bytes(64, 64) < 20 * logits
     assert step_bytes(4096, 1) > 4096 * TINY["hidden_size"] * 2
+
+
+def test_step_bytes_on_a_host_are_measured_once_a_day_for_each_limit(
+    save: Callable[[PreTrainedConfig], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits, threads and the backend tell workers apart. Old and damaged files are not used."""
+    loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
+    backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
+    measured: list[int] = []
+
+    def count(*given: Any, max_num_seqs: int, **limits: Any) -> int:
+        measured.append(max_num_seqs)
+        return 1000 * max_num_seqs
+
+    def is_measured(max_num_seqs: int = 4, *, num_threads: int = 1, name: str = "torch", now_s: float = 0.0) -> bool:
+        before = len(measured)
+        found = known_step_bytes(
+            loaded,
+            replace(backend, name=name),
+            block_size_tokens=SIZE,
+            max_num_batched_tokens=64,
+            max_num_seqs=max_num_seqs,
+            num_threads=num_threads,
+            cache=VerdictCache(tmp_path / "kept"),
+            wall_clock=lambda: now_s,
+        )
+        assert found == 1000 * max_num_seqs
+        return len(measured) > before
+
+    monkeypatch.setattr(peak_memory, "measure_step_bytes", count)
+    assert [is_measured(each) for each in (4, 4, 8, 4)] == [True, False, True, False]
+    assert [is_measured(num_threads=2), is_measured(name="other")] == [True, True]
+    assert [is_measured(now_s=KEPT_S - 1), is_measured(now_s=KEPT_S), is_measured(now_s=1.0)] == [False, True, True]
+    for bad in ("-1", "true", '"4000"', "null"):
+        for file in (tmp_path / "kept").glob("*.json"):
+            file.write_text(file.read_text().replace('"bytes": 4000', f'"bytes": {bad}'))
+        assert is_measured(now_s=1.0)
 
 
 def test_garbage_that_is_collected_during_the_step_does_not_hide_its_memory(

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from baton.model.gpu_check.check_backends import CheckedModel
+from baton.model.software_facts import software_facts
 
-SOURCES = Path(__file__).parents[1]
-"""The package `model`: attention, backends, kernels, step and verification."""
 DRIVER = Path("/proc/driver/nvidia/version")
-_LIBRARIES = ("torch", "triton", "transformers")
 
 
 def gpu_facts(device: torch.device, model: CheckedModel, config: PreTrainedConfig) -> dict[str, str]:
@@ -39,30 +36,8 @@ def driver_version() -> str:
         return str(number)
 
 
-def software_facts() -> dict[str, str]:
-    """Return the versions of the libraries that compile kernels, and a hash of this package's sources."""
-    return {**{name: _version(name) for name in _LIBRARIES}, "cuda": str(torch.version.cuda), "source": source_hash()}
-
-
-def source_hash(directory: Path = SOURCES) -> str:
-    """Return a hash of all Python files below a directory, with their names."""
-    digest = blake2b(digest_size=16)
-    for path in sorted(directory.rglob("*.py")):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(directory)} {len(text)}\n".encode())
-        digest.update(text)
-    return digest.hexdigest()
-
-
 def model_facts(model: CheckedModel, config: Mapping[str, Any]) -> dict[str, str]:
     """Return what a verdict depends on of the model: its reduced configuration and the worker's settings."""
     settings = {name: value for name, value in asdict(model).items() if name != "path"}
     text = json.dumps([settings, dict(config)], sort_keys=True, default=str)
     return {"model": f"{config.get('model_type', '')} {blake2b(text.encode(), digest_size=8).hexdigest()}"}
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "not installed"

@@ -45,7 +45,7 @@ class VerdictCache:
         try:
             with path.open("rb") as file:
                 content = json.loads(file.read(MAX_VERDICT_BYTES + 1))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(content, dict) or content.get("facts") != dict(facts):
             return None

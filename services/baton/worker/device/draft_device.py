@@ -110,7 +110,7 @@ def load_draft(
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
     from baton.model.loading.same_tokenizer import require_same_tokenizer
-    from baton.model.peak_memory import measure_step_bytes
+    from baton.model.peak_memory import known_step_bytes
 
     path = resolve_model(own.model)
     require_same_tokenizer(verifying.path, path)
@@ -142,12 +142,13 @@ def load_draft(
         engine_config=limits,
         num_threads=num_threads,
         vocab_size=verifying.vocab_size,
-        step_bytes=measure_step_bytes(
+        step_bytes=known_step_bytes(
             loaded,
             backend,
             block_size_tokens=limits.block_size_tokens,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
+            num_threads=num_threads,
         ),
     )
 

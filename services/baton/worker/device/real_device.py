@@ -93,7 +93,7 @@ def _open_in_compute_thread(
     draft = None
     if of_draft is not None:
         draft = load_draft(of_draft, loaded, num_threads, gpu.draft_refused, logged(say))
-    num_blocks = _num_blocks(config, loaded, backend, layout, draft)
+    num_blocks = _num_blocks(config, loaded, backend, layout, draft, num_threads)
     cache, registered, tier, disk, copies_to = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
     pool = BlockPool(
         num_blocks,
@@ -141,18 +141,24 @@ def _costs_key(loaded: "LoadedModel", layout: KvLayout, num_threads: int, backen
 
 
 def _num_blocks(
-    config: WorkerConfig, loaded: "LoadedModel", backend: "Backend", layout: KvLayout, draft: LoadedDraft | None
+    config: WorkerConfig,
+    loaded: "LoadedModel",
+    backend: "Backend",
+    layout: KvLayout,
+    draft: LoadedDraft | None,
+    num_threads: int,
 ) -> int:
-    """Return how many KV blocks fit beside the weights and the largest step. Runs that step."""
+    """Return how many KV blocks fit beside the weights and the largest step. May run that step."""
     from baton.model.device.device_info import free_bytes
-    from baton.model.peak_memory import measure_step_bytes
+    from baton.model.peak_memory import known_step_bytes
 
-    step_bytes = measure_step_bytes(
+    step_bytes = known_step_bytes(
         loaded,
         backend,
         block_size_tokens=config.block_size_tokens,
         max_num_batched_tokens=step_tokens_of(config),
         max_num_seqs=config.max_num_seqs,
+        num_threads=num_threads,
     )
     is_host = loaded.device.type == "cpu"
     mapped_bytes = loaded.mapped_bytes + (0 if draft is None else draft.loaded.mapped_bytes)

@@ -35,7 +35,7 @@ from baton.model.gpu_check.check_backends import (
     load_reduced,
     run_all_kinds_of_steps,
 )
-from baton.model.gpu_check.gpu_facts import model_facts, source_hash
+from baton.model.gpu_check.gpu_facts import model_facts
 from baton.model.gpu_check.gpu_verdicts import CHECKING, WAITING, problems_of, refused_gpu_stages
 from baton.model.gpu_check.reduced_config import MAX_VOCABULARY, reduced_config
 from baton.model.loading.model_loader import LoadedModel, load_model
@@ -333,15 +333,6 @@ def test_a_refused_part_is_not_run_in_the_worker(
     assert name(COMPILED, GRAPHS) == TRITON
     assert name(TRITON) is None
     assert caplog.text.count("it crashed") == 5
-
-
-def test_the_source_hash_covers_every_file(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1\n")
-    first = source_hash(tmp_path)
-    (tmp_path / "b.py").touch()
-    second = source_hash(tmp_path)
-    (tmp_path / "b.py").rename(tmp_path / "c.py")
-    assert len({first, second, source_hash(tmp_path)}) == 3
 
 
 @pytest.mark.long
