@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,8 @@ PROMPT_BLOCKS = PROMPT_TOKENS // 16 - 1
 DEVICE_BLOCKS = 240
 DISK_SHARE = 0.95
 """Least share of the full blocks that is cached after the restart. It can only come from the disk."""
+SLOW_STEPS = "executor_step=sleep:0.03"
+"""Makes computing a prompt worth more than reading it, also from a busy disk."""
 
 
 def new_request(number: int, max_tokens: int = 16) -> Request:
@@ -88,7 +91,8 @@ async def until_on_disk(cluster: ProcessCluster, num_prompts: int) -> None:
 async def test_a_restarted_worker_answers_from_its_disk(tmp_path: Path, checker: ExactnessChecker) -> None:
     settings = {"transfer": "local", "disk_kv": str(tmp_path / "kv"), "disk_kv_size": 64 * MIB, "admin_port": 0}
     settings |= {"kv_memory": 120 * DEMO_BLOCK_BYTES, "max_model_len": 1024}  # less than the prompts need
-    async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster, Client(cluster) as client:
+    topology: dict[str, Any] = {"prefill": 0, "decode": 0, "hybrid": 1, "failpoints": {"h0": SLOW_STEPS}}
+    async with process_cluster(**topology, **settings) as cluster, Client(cluster) as client:
         before = []
         for number in range(NUM_PROMPTS):  # memory holds two prompts, and evicts blocks that are not copied yet
             before += await sent_twice(client, number)
