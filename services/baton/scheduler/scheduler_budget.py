@@ -18,7 +18,7 @@ HASH_BYTES = 64
 """A block hash as an object, with its place in a tuple."""
 PLACEMENT_BYTES = 2048
 """A placement with its reservations and its TPOT SLO at its workers."""
-UNRECORDED_BYTES = 12_032
+UNRECORDED_BYTES = 13_056
 """A decision without a record, and without its query: its answer, choice, outcome, and arrays, its place in
 the client's session, and why blocks of its prompt are missing."""
 UNRECORDED_WORKER_BYTES = 768
