@@ -46,6 +46,7 @@ async def test_operator_logs_in_and_out(tmp_path: Path) -> None:
         assert await page.run("location.pathname") == "/login"
         state = "location.pathname + document.readyState + (document.querySelector('.problem')?.textContent ?? '')"
         for key, shown in (("wrong", "/logincompleteThis key is unknown."), ("admin-key", "/complete")):
+            await page.until("document.getElementById('key') !== null")
             await page.run(f"document.getElementById('key').value = '{key}'")
             await page.run("setTimeout(() => document.forms[0].submit())")
             await page.until(state, shown.__eq__)

@@ -17,8 +17,8 @@ NUM_SEQS, NUM_STEPS = 32, 60
 LIMIT_S = 300e-6
 """For all sequences of a step, in the median.
 
-It takes 96 to 145 µs on a Xeon core if all sequences copy, and up to 190 µs if the core shares its caches
-with a busy neighbour, which the measured speed of a core does not show.
+It takes 96 to 145 µs on a Xeon core if all sequences copy, and 170 µs were seen where the core shares its
+caches with a busy neighbour, which the measured speed of a core does not show.
 """
 GUESS_LIMIT_S = 15e-6
 """For one guess of the suffix drafter. It takes 4 µs."""
