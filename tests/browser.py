@@ -65,6 +65,10 @@ class Page:
             raise AssertionError(f"{script} is still {last!r} after {limit_s:g} s") from None
         return last
 
+    async def until_equal(self, script: str, expected: str | int) -> None:
+        """Evaluate until the value equals `expected`."""
+        await self.until(script, lambda value: value == expected)
+
     async def open(self, url: str) -> None:
         answer = await self.call("Page.navigate", url=url)
         assert "errorText" not in answer, f"{url}: {answer['errorText']}"

@@ -1,5 +1,6 @@
 """Collects what a verdict that is kept depends on of the software: libraries and this package's sources."""
 
+from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ _LIBRARIES = ("torch", "triton", "transformers")
 
 
 @cache
-def software_facts(suffixes: tuple[str, ...] = PYTHON) -> dict[str, str]:
+def software_facts(suffixes: tuple[str, ...] = PYTHON) -> Mapping[str, str]:
     """Return the versions of Baton and of the libraries that compile kernels, and a hash of this package's
     sources."""
     libraries = {name: _version(name) for name in _LIBRARIES}

@@ -46,13 +46,12 @@ async def test_operator_logs_in_and_out(tmp_path: Path) -> None:
         assert await page.run("location.pathname") == "/login"
         state = "location.pathname + document.readyState + (document.querySelector('.problem')?.textContent ?? '')"
         for key, shown in (("wrong", "/logincompleteThis key is unknown."), ("admin-key", "/complete")):
-            await page.until("document.getElementById('key') !== null")
             await page.run(f"document.getElementById('key').value = '{key}'")
             await page.run("setTimeout(() => document.forms[0].submit())")
-            await page.until(state, shown.__eq__)
+            await page.until_equal(state, shown)
         await page.until("document.querySelectorAll('#workers tr').length === 1")
         await page.run("setTimeout(() => document.getElementById('logout').submit())")
-        await page.until("location.pathname", "/login".__eq__)
+        await page.until_equal("location.pathname", "/login")
 
 
 async def test_admin_port_with_tls_serves_view_and_metrics_over_https_only(tmp_path: Path) -> None:

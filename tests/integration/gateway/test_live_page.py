@@ -147,7 +147,7 @@ async def test_candidates_are_those_of_the_request_in_the_title(page: Page) -> N
         figures = view.base["figures"] | {"decisions": 2}
         for number, name in ((1, "aaaaaaaa"), (2, "bbbbbbbb")):
             view.send(figures=figures, why={"number": number, "id": name, "decisions": [{**record, "policy": name}]})
-            await page.until("document.getElementById('detail-title').textContent", f"Last decision: {name}".__eq__)
+            await page.until_equal("document.getElementById('detail-title').textContent", f"Last decision: {name}")
             assert f"policy {name}" in await page.run("document.getElementById('decisions').textContent")
 
 
@@ -156,9 +156,9 @@ async def test_refused_page_says_why_and_comes_back(page: Page) -> None:
     async with canned_view(*PAIR) as view:
         view.refusal = 429, "too many viewers; close another view"
         await page.open(view.url)
-        await page.until("document.getElementById('state').textContent", "too many viewers; close another view".__eq__)
+        await page.until_equal("document.getElementById('state').textContent", "too many viewers; close another view")
         view.refusal = None
-        await page.until("document.getElementById('state').textContent", "serving".__eq__)
+        await page.until_equal("document.getElementById('state').textContent", "serving")
 
 
 async def test_hidden_page_does_not_reconnect_and_a_visible_one_does_once(page: Page) -> None:
@@ -171,11 +171,11 @@ async def test_hidden_page_does_not_reconnect_and_a_visible_one_does_once(page: 
             assert await page.run("retries.size") == 0
             number = view.num_opened
             await hide(page, is_hidden=False)
-            await page.until("document.getElementById('state').textContent", "too many viewers".__eq__)
-            await page.until("retries.size", (1).__eq__)
+            await page.until_equal("document.getElementById('state').textContent", "too many viewers")
+            await page.until_equal("retries.size", 1)
             assert view.num_opened > number
         view.refusal = None
-        await page.until("document.getElementById('state').textContent", "serving".__eq__)
+        await page.until_equal("document.getElementById('state').textContent", "serving")
         assert await page.run("retries.size") == 0
 
 
@@ -187,7 +187,7 @@ async def test_only_an_unknown_request_is_forgotten(page: Page) -> None:
         view.send(open=[request])
         await opened(page, view)
         await page.run("document.querySelector('#requests button').click()")
-        await page.until("document.getElementById('detail-text').textContent", "internal error".__eq__)
+        await page.until_equal("document.getElementById('detail-text').textContent", "internal error")
         answers.append((200, {**request, "message": "", "attempts": [], "decisions": [], "total": 1.0}))
         view.send(open=[request])
         await page.until("document.getElementById('detail-text').textContent.startsWith('decode;')")
@@ -214,7 +214,7 @@ async def test_waterfall_shows_the_phases_of_the_workers(page: Page) -> None:
         view.send(open=[open_request()])
         await opened(page, view)
         await page.run("document.querySelector('#requests button').click()")
-        await page.until("document.querySelectorAll('#waterfall .bar').length", (3).__eq__)
+        await page.until_equal("document.querySelectorAll('#waterfall .bar').length", 3)
         rows = await page.run(BARS)
         assert rows["d0 KV transfer"] == ["15.0 to 48.5", "50.0 ms"]
         assert rows["d0 decode"] == ["50.0 to 75.0", "500 ms"]

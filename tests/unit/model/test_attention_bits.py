@@ -74,9 +74,8 @@ int main() {
         const int begin = KV_BATCH * (next() % 2), end = begin + 1 + next() % (round % 8 ? 200 : 700);
         const int window = next() % 2 ? 1 + next() % 300 : 0;
         const bool is_extreme = round % 4 == 3;
-        const int kinds[] = {0, 1, 2, 3};
-        const int query = is_extreme ? kinds[next() % 3] : 0, key = is_extreme ? kinds[next() % 4] : 0;
-        const int value = is_extreme ? kinds[next() % 4] : kinds[next() % 3];
+        const int query = is_extreme ? next() % 3 : 0, key = is_extreme ? next() % 4 : 0;
+        const int value = next() % (is_extreme ? 4 : 3);
         if (!is_same_for<Bf16>(dim, rows, begin, end, window, query, key, value)) found |= 1;
         if (!is_same_for<int8_t>(dim, rows, begin, end, window, query, 0, 0)) found |= 2;
     }

@@ -241,7 +241,7 @@ def _limit_of_model(
         batched = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
         effect = _effect_of_last_bits(loaded, prompts, reference) if rounds_activations(loaded.model) else 0.0
     noise = _difference(batched, reference, is_rounded=is_rounded)
-    return max(min(_CODED_FACTOR * effect, _MAX_CODED_LIMIT), _NOISE_FACTOR * noise)  # noise may be NaN
+    return max(min(_CODED_FACTOR * effect, _MAX_CODED_LIMIT), _NOISE_FACTOR * noise)  # max ignores NaN here
 
 
 def _own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
