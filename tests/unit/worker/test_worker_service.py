@@ -89,7 +89,7 @@ async def test_longest_step_by_tpot_targets_is_in_the_report(is_pulled: bool) ->
         report = workers.d.worker.report(1, ())
         assert report.running_seqs == 2
         assert report.target_step_s > 50
-        assert (report.ttft_target_factor, report.tpot_target_factor) == (10.0, 3.0)
+        assert (report.ttft_target_factor, report.tpot_target_factor) == (10.0, 4.0)
         workers.to_d.send(decode_job(30, request=b"nothing promised", sampling=sampling))
         await asyncio.sleep(0.1)
         assert 0 < workers.d.worker.report(2, ()).target_step_s < 1

@@ -1,17 +1,16 @@
 """Decides how many tokens the next step may carry.
 
 Decoding sequences wait for the whole step, so prompt tokens delay their next token. Every request has latency
-targets: its SLO, or targets derived from its unloaded latency (`core.step_targets`). The budget balances
-them:
+targets: its SLO, or targets derived from its unloaded latency (`core.step_targets`). The budget keeps them:
 
-- Prompts need a share of the step time: as much as lets each first token come in time, behind the prompts
-  queued before it. Decodes leave a share: as much as lets each answer keep its mean gap. Both sides are
-  slowed down equally, each request at most to its target. A target is a mean over the answer, so an answer
-  that is ahead of it can wait while a prompt is computed.
-- If the targets of both sides cannot be met, decodes are slowed down to their targets, not further. A request
-  with an SLO has precedence over those with derived targets.
-- A request that can no longer meet its target is *late*. It takes no part in the balance, so it holds up
-  nobody.
+- A TPOT target is a mean over the answer. An answer can spare the time by which it would be faster if all its
+  remaining steps only decoded. Prompts get what every answer on time can spare, at once: the order of prompts
+  and decodes within the life of an answer does not change its mean, and the sooner a prompt is computed, the
+  sooner its first token comes and the more answers share each step.
+- An answer that can spare nothing more gets steps as long as its target. The prompts wait for their share of
+  these steps. An answer with an SLO gets such steps from the start.
+- A TTFT SLO has precedence over derived TPOT targets, a TPOT SLO over everything.
+- A request that can no longer meet its target is *late*. A late answer limits no step.
 - If most requests are late, the worker is overloaded, and targets cannot help. Steps are then as full as
   possible, which gives the highest throughput. Only SLOs of decodes are still kept. Between one third and two
   thirds of late requests, steps become gradually fuller. A late prompt counts once for each time of its
@@ -31,7 +30,7 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from baton.core.step_cost import StepCostModel, StepWork, attended_tokens
-from baton.core.step_targets import LatencyTerm, balanced_share
+from baton.core.step_targets import LatencyTerm
 from baton.engine.scheduling.batcher import admission_key
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.sequence import EngineSequence
@@ -114,14 +113,14 @@ def plan(
     most_tokens = config.max_num_batched_tokens - len(decoding)
     num_before = max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0)
 
-    def prefill_tokens(share: float) -> int:
-        return step.max_prefill_tokens(share, num_before, at_most=most_tokens)
+    def prefill_tokens(prefill_s: float) -> int:
+        return step.max_prefill_tokens(prefill_s, num_before, at_most=most_tokens)
 
     balanced = full = most_tokens
     if decoding and full_part < 1:
-        balanced = prefill_tokens(prefill_share(queue, answers, step))
+        balanced = prefill_tokens(max(spare_s(answers, step), min(queue.slo_needed_s(step), spare_s(slos, step))))
     if decoding and full_part > 0:
-        full = prefill_tokens(allowed_share(queue, slos, step))
+        full = prefill_tokens(spare_s(slos, step))
     limiting = answers if full_part < 1 else slos
     return StepBudget(
         num_tokens=len(decoding) + round(balanced + full_part * (full - balanced)),
@@ -164,17 +163,15 @@ class MixedStep:
         attended_s = self.costs.prefill_attended_s * attended_tokens(num_tokens, num_before)
         return self.factor * (self.costs.prefill_token_s * num_tokens + attended_s)
 
-    def max_prefill_tokens(self, share: float, num_before: int, *, at_most: int) -> int:
-        """Return the most prompt tokens that take at most `share` of the step, at most `at_most`.
+    def max_prefill_tokens(self, prefill_s: float, num_before: int, *, at_most: int) -> int:
+        """Return the most prompt tokens that make the step at most `prefill_s` longer, at most `at_most`.
 
         At least one, so that a prompt always makes progress. They take at least as long as a chunk of any
         size makes the step longer; smaller chunks would only make more of such steps.
 
         num_before: tokens of the prompt that are computed already; a chunk after them attends to them.
         """
-        if share >= 1:
-            return at_most
-        prefill_s = max(self.mixed_s * share / (1 - share), self.mixed_s - self.decode_s)
+        prefill_s = max(prefill_s, self.mixed_s - self.decode_s)
         if self.compute_s(at_most, num_before) <= prefill_s:
             return at_most
         found = min(at_most, max(1, int(_tokens_in(self.costs, num_before, prefill_s / self.factor))))
@@ -185,70 +182,42 @@ class MixedStep:
         return found
 
 
-class WaitingPrompt(NamedTuple):
-    """A prompt that can meet its TTFT target, by the time that it has waited and the prompts before it.
-
-    until_s: time to compute it and all prompts before it.
-    """
-
-    ttft: LatencyTerm
-    waited_s: float
-    until_s: float
-
-    def needed_share(self, slowdown: float) -> float:
-        """Return the share of the step time with which its TTFT has this slowdown; above 1 if none."""
-        left_s = self.ttft.at_slowdown(slowdown) - self.waited_s
-        return inf if left_s <= 0 else self.until_s / left_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptQueue:
     """The prompts that are not complete.
 
-    on_time: those that have a target and can meet it, in queue order.
     num_on_time: prompts that are not late.
     num_late: prompts whose first token comes too late even if nothing else was computed from now on.
     late_weight: sum of waiting time over target, over the late prompts.
-    compute_s: time to compute all prompts up to the last one that is on time, or all if none is.
+    slo_share: share of the step time with which all TTFT SLOs are met that still can be, behind the prompts
+        that are queued before them.
     """
 
-    on_time: tuple[WaitingPrompt, ...]
     num_on_time: int
     num_late: int
     late_weight: float
-    compute_s: float
+    slo_share: float
 
     @classmethod
     def of(cls, prompts: Sequence[QueuedPrompt], step: MixedStep, now_s: float) -> "PromptQueue":
-        """Sort the prompts into queue order, and find those that are on time."""
-        until_s, num_late, late_weight, on_time = 0.0, 0, 0.0, []
+        """Go through the prompts in queue order, and find those that are late."""
+        until_s, num_late, late_weight, slo_share = 0.0, 0, 0.0, 0.0
         for seq, part in sorted(prompts, key=lambda prompt: admission_key(prompt[0])):
             compute_s = step.compute_s(*part)
             until_s += compute_s
             if seq.targets is None or seq.first_token_s is not None:  # a preempted sequence has its first token
                 continue
-            waited_s = now_s - seq.arrived_s
-            if waited_s + compute_s > seq.targets.ttft.target_s:
+            ttft, waited_s = seq.targets.ttft, now_s - seq.arrived_s
+            if waited_s + compute_s > ttft.target_s:
                 num_late += 1
-                late_weight += waited_s / seq.targets.ttft.target_s
-            else:
-                on_time.append(WaitingPrompt(seq.targets.ttft, waited_s, until_s))
-        return cls(
-            on_time=tuple(on_time),
-            num_on_time=len(prompts) - num_late,
-            num_late=num_late,
-            late_weight=late_weight,
-            compute_s=on_time[-1].until_s if on_time else until_s,
-        )
+                late_weight += waited_s / ttft.target_s
+            elif ttft.is_slo and 0 < until_s <= ttft.planned_s - waited_s:
+                slo_share = max(slo_share, until_s / (ttft.planned_s - waited_s))
+        return cls(num_on_time=len(prompts) - num_late, num_late=num_late, late_weight=late_weight, slo_share=slo_share)
 
-    def needed_share(self, slowdown: float) -> float:
-        """Return the share of the step time with which no prompt on time has more than this slowdown."""
-        worst = 0.0
-        for prompt in self.on_time:
-            worst = max(worst, prompt.needed_share(slowdown))
-            if worst > 1:  # the prompts behind it need no less
-                break
-        return worst
+    def slo_needed_s(self, step: MixedStep) -> float:
+        """Return how much longer each step must be so that TTFT SLOs are met."""
+        return inf if self.slo_share >= 1 else step.mixed_s * self.slo_share / (1 - self.slo_share)
 
 
 class Answer(NamedTuple):
@@ -264,50 +233,25 @@ class Answer(NamedTuple):
     num_gaps: float
     num_steps: float
 
-    def spare_s(self, step: MixedStep, gap_s: float) -> float:
-        """Return how much longer its remaining steps may take in all, for a mean gap of `gap_s`."""
-        return self.num_gaps * gap_s - self.elapsed_s - self.num_steps * step.mixed_s
+    def spare_s(self, step: MixedStep) -> float:
+        """Return how much longer its remaining steps may take in all, at least 0."""
+        return max(0.0, self.num_gaps * self.gap.planned_s - self.elapsed_s - self.num_steps * step.mixed_s)
 
-    def allowed_share(self, step: MixedStep, slowdown: float, compute_s: float) -> float:
-        """Return the share of the step time that it leaves to prompts if its mean gap has this slowdown.
+    def spare_now_s(self, step: MixedStep) -> float:
+        """Return how much longer this step may be, at least 0.
 
-        compute_s: time to compute the prompts. If it can wait for all of them, it leaves everything.
+        With an SLO it is spread over the remaining steps, because sequences that join may make them longer.
         """
-        spare_s = self.spare_s(step, self.gap.at_slowdown(slowdown))
-        if spare_s >= compute_s:
-            return 1.0
-        if spare_s <= 0:
-            return 0.0
-        prefill_s = spare_s / self.num_steps
-        return prefill_s / (step.mixed_s + prefill_s)
+        return self.spare_s(step) / self.num_steps if self.gap.is_slo else self.spare_s(step)
 
     def longest_step_s(self, step: MixedStep) -> float:
         """Return the longest mean step with which it meets its target, at least the decodes' own part."""
-        return step.mixed_s + max(0.0, self.spare_s(step, self.gap.planned_s) / self.num_steps)
+        return step.mixed_s + self.spare_s(step) / self.num_steps
 
 
-def allowed_share(queue: PromptQueue, answers: Iterable[Answer], step: MixedStep, slowdown: float = inf) -> float:
-    """Return the share of the step time that answers leave to prompts if none has more than this slowdown."""
-    return min((answer.allowed_share(step, slowdown, queue.compute_s) for answer in answers), default=1.0)
-
-
-def prefill_share(queue: PromptQueue, answers: Sequence[Answer], step: MixedStep) -> float:
-    """Return the share of the step time that goes to prompts if targets can be met.
-
-    answers: decoding sequences on time.
-    """
-    most = allowed_share(queue, answers, step)
-    if not queue.on_time:
-        return most
-    if queue.needed_share(inf) <= most:
-        terms = (*(prompt.ttft for prompt in queue.on_time), *(answer.gap for answer in answers))
-        highest = max(1.0, max(term.planned_s / term.unloaded_s for term in terms))
-        return balanced_share(
-            queue.needed_share, lambda slowdown: allowed_share(queue, answers, step, slowdown), highest, min
-        )
-    slos = [prompt.needed_share(inf) for prompt in queue.on_time if prompt.ttft.is_slo]
-    needed = max((share for share in slos if share <= 1), default=0.0)
-    return max(most, min(needed, allowed_share(queue, (answer for answer in answers if answer.gap.is_slo), step)))
+def spare_s(answers: Iterable[Answer], step: MixedStep) -> float:
+    """Return how much longer this step may be so that all answers meet their targets; infinite if none."""
+    return min((answer.spare_now_s(step) for answer in answers), default=inf)
 
 
 def full_part_of(late: float, on_time: float) -> float:

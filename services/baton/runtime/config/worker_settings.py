@@ -153,13 +153,14 @@ class ComputeSettings(Config):
     ttft_target_factor: float = setting(
         10.0,
         help="TTFT target of a request without a TTFT SLO, as a multiple of the TTFT of a prompt of its length on the "
-        "idle worker; steps balance prompts and decodes by these targets",
+        "idle worker",
         above=1,
         maximum=1000,
     )
     tpot_target_factor: float = setting(
-        3.0,
-        help="TPOT target of a request without a TPOT SLO, as a multiple of the TPOT of one answer on the idle worker",
+        4.0,
+        help="TPOT target of a request without a TPOT SLO, as a multiple of the TPOT of one answer on the idle "
+        "worker; prompts get the step time that answers can spare within it",
         above=1,
         maximum=1000,
     )

@@ -139,8 +139,8 @@ def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) 
 class LocalPrefill:
     """The terms if the decode worker computes the prompt itself.
 
-    No KV is transferred. Its sequences are slowed down as much as the prompt, at most to their targets; the
-    share of step time that the prompt gets accounts for it.
+    No KV is transferred. The prompt gets the time that the worker's sequences can spare within their targets;
+    its share of the step time accounts for it.
 
     first: queue and share of step time at the decode worker.
     memory_tokens, host_reload_s: cached tokens without those on its disk, and the wait for what is in host

@@ -31,15 +31,15 @@ from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, re
 from baton.scheduler.policies.placement_inputs import PlacementInputs, placement_inputs
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from baton.scheduler.policies.pulled_prefixes import use_pulled_prefixes, with_pulled_prefix
-from baton.scheduler.prediction.predict import Prompt
+from baton.scheduler.prediction.predict import Prompt, prefill_compute_s
 from baton.scheduler.state.worker_data import Floats, Mask
 
 LOCAL_PREFILL_GAIN = 0.1
 LOCAL_PREFILL_GAIN_S = 0.01
 """A decode worker prefills only if it is predicted to be faster by both this fraction and this time.
 
-Predictions are no more exact. A sequence that joins meanwhile would wait for the prompt, and cannot be
-charged yet.
+Predictions are no more exact. If sequences decode there, it must also be faster by the time by which the
+prompt delays each of them. A sequence that joins meanwhile cannot be charged yet.
 """
 
 
@@ -52,7 +52,7 @@ def kv_centric(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyC
         transfer.
     Both are charged for the KV that they evict for the prompt.
 
-    The decode worker is a candidate to prefill, too, in the share of its steps that its sequences can spare.
+    The decode worker is a candidate to prefill, too, in the time that its sequences can spare.
     Ties break by id.
     """
     inputs = placement_inputs(query, cluster, context)
@@ -78,7 +78,8 @@ def kv_centric(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyC
     local = with_pulled_prefix(inputs, terms.options, decode, local_prefill(inputs, decode))
     if has_prefills:
         if not inputs.workers.reported.can_prefill[decode]:
-            local.margin_s = max(LOCAL_PREFILL_GAIN_S, LOCAL_PREFILL_GAIN * float(terms.cost_s.min()))
+            least_s = max(LOCAL_PREFILL_GAIN_S, LOCAL_PREFILL_GAIN * float(terms.cost_s.min()))
+            local.margin_s = max(least_s, _delay_of_answers_s(inputs, decode, local))
         local.redundant_s = _local_redundant_s(inputs.prompt, terms, local)
     if not has_prefills or can_spare_steps(inputs, decode):
         add_local_prefill(terms, decode, local)
@@ -105,6 +106,14 @@ def _local_redundant_s(prompt: Prompt, terms: PrefillTerms, local: LocalPrefill)
     most_cached = _most_cached_tokens(prompt, terms.cost_s < inf)
     num_new = prompt.num_tokens - local.cached_tokens
     return local.prefill_s * max(0.0, most_cached - local.cached_tokens) / num_new
+
+
+def _delay_of_answers_s(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> float:
+    """Return the time by which a local prefill delays each sequence that decodes on the worker."""
+    row = inputs.workers.row(decode)
+    if not row.derived.joined_step_s:
+        return 0.0
+    return prefill_compute_s(row, inputs.prompt.num_tokens, local.cached_tokens)
 
 
 def _most_cached_tokens(prompt: Prompt, candidates: Mask) -> float:

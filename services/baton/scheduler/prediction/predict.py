@@ -132,22 +132,13 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
     """
     num_tokens, derived, reported = query.num_prompt_tokens, w.derived, w.reported
     compute_s = prefill_compute_s(w, num_tokens, cached_tokens)
-    unloaded_s = unloaded_prefill_s(w, num_tokens, cached_tokens)
     full_s = unloaded_prefill_s(w, num_tokens, 0.0)
     slo_s, waited_s = (None, 0.0) if query.num_output_tokens else (query.slo.ttft_s, query.waited_s)
     target_s = full_s * reported.ttft_factor if slo_s is None else full_s * 0.0 + slo_s
-    share = prefill_share(
-        reported,
-        derived.joined_step_s,
-        derived.longest_step_s,
-        derived.unloaded_gap_s,
-        work_s=derived.queued_prefill_s + compute_s,
-        unloaded_s=unloaded_s,
-        target_s=target_s,
-        waited_s=waited_s,
-    )
+    work_s = derived.queued_prefill_s + compute_s
+    share = prefill_share(reported, derived.joined_step_s, derived.longest_step_s, work_s=work_s)
     if slo_s is not None:
-        work_s, left_s = derived.queued_prefill_s + compute_s, PLANNED_SHARE * target_s - waited_s
+        left_s = PLANNED_SHARE * target_s - waited_s
         slo_share = ttft_slo_share(reported, derived.joined_step_s, w.reserved.tpot_slo_s, work_s=work_s, left_s=left_s)
         share = maximum(share, slo_share)
     queue_s = _in_steps_s(w, w.reserved.queued_tokens, derived.queued_prefill_s, share)

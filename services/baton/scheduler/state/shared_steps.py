@@ -7,7 +7,7 @@ worker's decodes, and one prompt behind the queue for its prompts.
 from math import inf
 from typing import Any
 
-from baton.core.step_targets import PLANNED_SHARE, balanced_share
+from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.state.elementwise import maximum, minimum, where
 from baton.scheduler.state.worker_data import N, ReportedState
 
@@ -33,42 +33,23 @@ def longest_step_s(reported: ReportedState[float], joined_step_s: float, gap_s: 
     return min((target_s for target_s in targets_s if target_s > joined_step_s), default=inf)
 
 
-def prefill_share(
-    reported: ReportedState[N],
-    joined_step_s: N,
-    longest_s: N,
-    gap_s: N,
-    *,
-    work_s: N,
-    unloaded_s: N,
-    target_s: N,
-    waited_s: float = 0.0,
-) -> N:
+def prefill_share(reported: ReportedState[N], joined_step_s: N, longest_s: N, *, work_s: N) -> N:
     """Return the share of the step time that goes to a prompt and those queued before it.
 
-    joined_step_s, longest_s, gap_s: as in `longest_step_s`.
+    Prompts get what the decodes can spare at once, and then the part of each step that they leave.
+
+    joined_step_s, longest_s: as in `longest_step_s`.
     work_s: time to compute the queued prompts and this one.
-    unloaded_s, target_s: unloaded TTFT of this one, and its target. waited_s: what it has waited before.
     """
     is_limited: Any = longest_s < inf
     if is_limited is False or (is_limited is not True and not is_limited.any()):
-        return unloaded_s * 0.0 + 1.0
-    unloaded_s = maximum(unloaded_s, _TINY_S)
-    planned_s = maximum(PLANNED_SHARE * target_s, unloaded_s)
-    unloaded_step_s = gap_s * reported.tokens_per_step  # a mean gap of `gap_s` allows steps of this length
-    num_steps = reported.mean_output_tokens / reported.tokens_per_step
-
-    def needed(slowdown: N) -> N:
-        return work_s / maximum(minimum(unloaded_s * slowdown, planned_s) - waited_s, _TINY_S)
-
-    def allowed(slowdown: N) -> N:
-        step_s = minimum(unloaded_step_s * slowdown, longest_s)
-        spare_s = maximum(step_s - joined_step_s, 0.0)
-        return where(spare_s * num_steps >= work_s, 1.0, spare_s / maximum(step_s, _TINY_S))
-
-    longest_or_unloaded_s = where(is_limited, longest_s, unloaded_step_s)
-    most = maximum(planned_s / unloaded_s, longest_or_unloaded_s / maximum(unloaded_step_s, _TINY_S))
-    share = where(is_limited, balanced_share(needed, allowed, most, minimum), unloaded_s * 0.0 + 1.0)
+        return work_s * 0.0 + 1.0
+    step_s = where(is_limited, longest_s, joined_step_s)
+    spare_s = maximum(step_s - joined_step_s, 0.0)
+    at_once_s = minimum(spare_s * reported.mean_output_tokens / reported.tokens_per_step, work_s)
+    later_s = (work_s - at_once_s) * step_s / maximum(spare_s, _TINY_S)
+    share = where(is_limited, work_s / maximum(at_once_s + later_s, _TINY_S), work_s * 0.0 + 1.0)
+    share = where(work_s > at_once_s, share, work_s * 0.0 + 1.0)
     least_s = reported.prefill_token_s  # a step has one prompt token at least
     return maximum(share, least_s / maximum(joined_step_s + least_s, _TINY_S))
 

@@ -91,7 +91,6 @@ class DerivedState(Generic[N]):
     queued_prefill_s: N  # prefill compute of all queued prompts, without the decode part of those steps
     joined_step_s: N  # decode part of a mixed step once the joining sequences decode; 0 if there are none
     longest_step_s: N  # longest mean step that TPOT targets allow (`state.shared_steps`); inf if they limit nothing
-    unloaded_gap_s: N  # TPOT of one answer on the idle worker
     decode_drain_s: N  # time in which all but 1/e of the decoding sequences end
     queue_s: N  # time until all queued prompts are computed
 

@@ -137,23 +137,13 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
     )
     joined_step_s, gap_s = _joined_step_s(reported, reserved)
     longest_s = longest_step_s(reported, joined_step_s, gap_s, reserved.tpot_slo_s)
-    each_s = queued_prefill_s / max(1.0, reserved.joining_seqs) + mixed_step_s
-    share = prefill_share(
-        reported,
-        joined_step_s,
-        longest_s,
-        gap_s,
-        work_s=queued_prefill_s,
-        unloaded_s=each_s,
-        target_s=reported.ttft_factor * each_s,
-    )
+    share = prefill_share(reported, joined_step_s, longest_s, work_s=queued_prefill_s)
     num_steps = ceil(reserved.queued_tokens / reported.max_chunk_tokens)
     return DerivedState(
         mixed_step_s=mixed_step_s,
         queued_prefill_s=queued_prefill_s,
         joined_step_s=joined_step_s,
         longest_step_s=longest_s,
-        unloaded_gap_s=gap_s,
         decode_drain_s=reported.mean_output_tokens
         * max(decode_s / ((1 - reported.recent_prefill_share) * reported.tokens_per_step), _TINY_S),
         queue_s=max(num_steps * mixed_step_s + queued_prefill_s, queued_prefill_s / share),
@@ -161,7 +151,7 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
 
 
 def _joined_step_s(reported: ReportedState[float], reserved: ReservedState[float]) -> tuple[float, float]:
-    """Return (`joined_step_s`, `unloaded_gap_s`).
+    """Return `joined_step_s` and the TPOT of one answer on the idle worker.
 
     The joining sequences, pulled ones included, stand for the answers that begin before a new prompt is done.
     """

@@ -16,8 +16,6 @@ def targets_summary(factors: TargetFactors, costs: StepCostModel | None, chunk_t
     text = f"targets without SLO TTFT {factors.ttft:g}x, TPOT {factors.tpot:g}x"
     if costs is None:
         return f"{text} of unknown costs: none"
-    targets = LatencyTargets.of(
-        costs, factors, num_tokens=EXAMPLE_TOKENS, num_cached_tokens=0, chunk_tokens=chunk_tokens
-    )
+    targets = LatencyTargets.of(costs, factors, num_tokens=EXAMPLE_TOKENS, chunk_tokens=chunk_tokens)
     ttft, tpot = (format_duration(float(f"{term.target_s:.2g}")) for term in (targets.ttft, targets.tpot))
     return f"{text} ({EXAMPLE_TOKENS} tokens: {ttft}, {tpot})"
