@@ -50,7 +50,7 @@ BATON_AWAKE_S = 2.5
 Their clocks do not count the time in which they were stopped, so no worker counts as lost."""
 ONE_HYBRID = ("--prefill", "0", "--decode", "0", "--hybrid", "1")
 BATON_BY_DEFAULT = ServingSystem(name="Baton", num_workers=1, run=baton(*ONE_HYBRID, num_workers=1))
-"""Baton with both cores and no SLO, so steps balance derived targets of prompts and decodes."""
+"""Baton with both cores and no SLO, so derived targets limit the steps."""
 COMMON = DIALECTS["vllm"]
 """Token ids in both directions and `ignore_eos`, which all servers here support."""
 

@@ -90,7 +90,7 @@ def test_only_one_module_of_the_policies_decides_eligibility() -> None:
 
 
 def test_only_the_step_budget_sizes_engine_steps() -> None:
-    assert users_of({"LatencyTerm"}, "baton") == STEP_SIZING_USERS, "call engine.scheduling.step_budget.plan"
+    assert users_of({"planned_s"}, "baton") == STEP_SIZING_USERS, "call engine.scheduling.step_budget.plan"
 
 
 @pytest.mark.parametrize(("name", "policy"), POLICIES.items(), ids=POLICIES)

@@ -4,7 +4,7 @@ python -m bench mixed_steps --out DIR [--models demo,tiny-42m] [--outputs 256] [
 
 One hybrid engine with both cores runs in this process, alternately in two modes:
 
-balanced: the step budget balances the latency targets of prompts and decodes.
+step budget: prompts get what answers can spare within their derived targets.
 prompts first: every step takes as many prompt tokens as fit.
 
 All prompts are new and have PROMPT_TOKENS tokens. Capacity is the rate at which the engine finishes all
@@ -53,8 +53,8 @@ PROMPT_TOKENS = 1024
 SHARE = 0.8
 KV_GIB = 1
 """KV memory in GiB. All requests together need less."""
-MODES = {"balanced": True, "prompts first": False}
-"""True for the mode in which the step budget knows what steps cost."""
+MODES = {"step budget": True, "prompts first": False}
+"""True for the mode in which it knows what steps cost."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ WIDE = {"max_num_batched_tokens": 512, "num_blocks": 600, "max_model_len": 1000}
 
 @pytest.mark.parametrize("is_limited", [True, False])
 def test_long_prompts_delay_answers_at_most_to_their_targets(is_limited: bool) -> None:
-    """Without a limit, 2,000 prompt tokens take 50 ms of each step, and decodes 5 ms."""
+    """Without a limit, 508 prompt tokens take 50 ms of a step, and decodes 5 ms."""
     now_s, factor = 0.0, 3.0
     rig = EngineRig(
         step_costs=(lambda: COSTS) if is_limited else unknown_costs,

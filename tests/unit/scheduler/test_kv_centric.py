@@ -290,7 +290,7 @@ def test_decode_worker_prefills_in_the_share_of_its_steps_that_it_can_spare() ->
     assert times_s[0] == pytest.approx(idle_s)
     assert times_s == sorted(times_s)
     assert idle_s < times_s[1] < times_s[3] < 20 * idle_s
-    for num_queued, prefill in ((100, "p"), (6_000, None)):
+    for num_queued, prefill in ((100, "p"), (1_000, "p"), (6_000, None)):
         assert ids(chosen(seen(measured("p", "prefill", **queued(num_queued)), busy(seqs=2)), prompts))[0] == prefill
 
 

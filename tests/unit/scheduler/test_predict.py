@@ -76,7 +76,7 @@ def engine_times_s(
     ("num_answers", "mixed_factor"), sized([(0, 1.0), (3, 1.2)], [(0, 1.0), (1, 1.0), (3, 1.0), (3, 1.2)])
 )
 def test_predicted_ttft_matches_the_engine(num_answers: int, num_queued: int, mixed_factor: float) -> None:
-    """The engine balances the targets of each request, the prediction those of mean ones."""
+    """The engine keeps the target of each answer, the prediction that of mean ones."""
     num_tokens, answer_tokens = 1_500, 100
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_seq_s=2e-4)
     queue_s, prefill_s = engine_times_s(costs, num_answers, num_queued, num_tokens, answer_tokens)

@@ -4,11 +4,13 @@ Decoding sequences wait for the whole step, so prompt tokens delay their next to
 targets: its SLO, or targets derived from its unloaded latency (`core.step_targets`). The budget keeps them:
 
 - A TPOT target is a mean over the answer. An answer can spare the time by which it would be faster if all its
-  remaining steps only decoded. Prompts get what every answer on time can spare, at once: the order of prompts
-  and decodes within the life of an answer does not change its mean, and the sooner a prompt is computed, the
+  later steps only decoded. Prompts get what every answer on time can spare, at once: the order of prompts and
+  decodes within the life of an answer does not change its mean, and the sooner a prompt is computed, the
   sooner its first token comes and the more answers share each step.
-- An answer that can spare nothing more gets steps as long as its target. The prompts wait for their share of
-  these steps. An answer with an SLO gets such steps from the start.
+- Beside an answer that can spare nothing more, steps carry one prompt token, until more tokens are expected
+  of it, or it ends. Prompts that become late meanwhile count as overload.
+- An answer with an SLO spreads the time that it can spare over its remaining steps, because sequences that
+  join may make them longer.
 - A TTFT SLO has precedence over derived TPOT targets, a TPOT SLO over everything.
 - A request that can no longer meet its target is *late*. A late answer limits no step.
 - If most requests are late, the worker is overloaded, and targets cannot help. Steps are then as full as
@@ -40,7 +42,7 @@ EXPECTED_OUTPUT_SHARE = 0.25
 Slack is recovered in later tokens, so tokens that may not come are not counted. The value is an estimate."""
 
 FULLER_FROM, FULL_FROM = 0.35, 0.65
-"""Share of late requests from which steps become fuller than the balance asks, and from which they are as
+"""Share of late requests from which steps become fuller than targets allow, and from which they are as
 full as possible. With a single limit, a worker near it alternates between both kinds of steps."""
 
 PrefillPart = tuple[int, int]
@@ -116,14 +118,15 @@ def plan(
     def prefill_tokens(prefill_s: float) -> int:
         return step.max_prefill_tokens(prefill_s, num_before, at_most=most_tokens)
 
-    balanced = full = most_tokens
+    on_target = full = most_tokens
     if decoding and full_part < 1:
-        balanced = prefill_tokens(max(spare_s(answers, step), min(queue.slo_needed_s(step), spare_s(slos, step))))
+        for_slos_s = min(queue.slo_needed_s(step), spare_now_s(slos, step))
+        on_target = prefill_tokens(max(spare_now_s(answers, step), for_slos_s))
     if decoding and full_part > 0:
-        full = prefill_tokens(spare_s(slos, step))
+        full = prefill_tokens(spare_now_s(slos, step))
     limiting = answers if full_part < 1 else slos
     return StepBudget(
-        num_tokens=len(decoding) + round(balanced + full_part * (full - balanced)),
+        num_tokens=len(decoding) + round(on_target + full_part * (full - on_target)),
         num_late=queue.num_late + num_late,
         target_step_s=min((answer.longest_step_s(step) for answer in limiting), default=0.0),
     )
@@ -226,36 +229,39 @@ class Answer(NamedTuple):
     elapsed_s: time since its first token.
     num_gaps: gaps between its tokens in all, those to come included.
     num_steps: steps without drafts in whose time the tokens that are expected to come are made.
+    tokens_per_step: its tokens in the time of a step without drafts.
     """
 
     gap: LatencyTerm
     elapsed_s: float
     num_gaps: float
     num_steps: float
+    tokens_per_step: float
 
     def spare_s(self, step: MixedStep) -> float:
-        """Return how much longer its remaining steps may take in all, at least 0."""
-        return max(0.0, self.num_gaps * self.gap.planned_s - self.elapsed_s - self.num_steps * step.mixed_s)
-
-    def spare_now_s(self, step: MixedStep) -> float:
-        """Return how much longer this step may be, at least 0.
-
-        With an SLO it is spread over the remaining steps, because sequences that join may make them longer.
-        """
-        return self.spare_s(step) / self.num_steps if self.gap.is_slo else self.spare_s(step)
+        """Return how much longer this step may be, at least 0. With an SLO, all remaining steps may."""
+        left_s = self.num_gaps * self.gap.planned_s - self.elapsed_s
+        if self.gap.is_slo:
+            return max(0.0, left_s / self.num_steps - step.mixed_s)
+        return max(0.0, left_s - step.mixed_s - (self.num_steps - 1) * step.decode_s)
 
     def longest_step_s(self, step: MixedStep) -> float:
-        """Return the longest mean step with which it meets its target, at least the decodes' own part."""
-        return step.mixed_s + self.spare_s(step) / self.num_steps
+        """Return the longest mean step with which answers like it meet their target.
+
+        With an SLO it is that of its own remaining steps.
+        """
+        if self.gap.is_slo:
+            return step.mixed_s + self.spare_s(step)
+        return max(step.mixed_s, self.gap.planned_s * self.tokens_per_step)
 
 
-def spare_s(answers: Iterable[Answer], step: MixedStep) -> float:
+def spare_now_s(answers: Iterable[Answer], step: MixedStep) -> float:
     """Return how much longer this step may be so that all answers meet their targets; infinite if none."""
-    return min((answer.spare_now_s(step) for answer in answers), default=inf)
+    return min((answer.spare_s(step) for answer in answers), default=inf)
 
 
 def full_part_of(late: float, on_time: float) -> float:
-    """Return how far the step goes from the balanced one, 0, to one that is as full as possible, 1.
+    """Return how far the step goes from one within targets, 0, to one that is as full as possible, 1.
 
     late: weight of the late requests. on_time: number of the others.
     """
@@ -299,7 +305,7 @@ def answers_on_time(
             num_late += 1
             continue
         num_left = _expected_tokens(seq, most, mean_output_tokens)
-        found.append(Answer(gap, elapsed_s, num_past + num_left, max(1.0, num_left / speed)))
+        found.append(Answer(gap, elapsed_s, num_past + num_left, max(1.0, num_left / speed), speed))
     return found, num_late
 
 

@@ -38,8 +38,8 @@ LOCAL_PREFILL_GAIN = 0.1
 LOCAL_PREFILL_GAIN_S = 0.01
 """A decode worker prefills only if it is predicted to be faster by both this fraction and this time.
 
-Predictions are no more exact. If sequences decode there, it must also be faster by the time by which the
-prompt delays each of them. A sequence that joins meanwhile cannot be charged yet.
+Predictions are no more exact. The time by which the prompt delays each answer there counts if it is longer.
+A sequence that joins meanwhile cannot be charged yet.
 """
 
 

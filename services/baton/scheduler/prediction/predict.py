@@ -136,7 +136,8 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
     slo_s, waited_s = (None, 0.0) if query.num_output_tokens else (query.slo.ttft_s, query.waited_s)
     target_s = full_s * reported.ttft_factor if slo_s is None else full_s * 0.0 + slo_s
     work_s = derived.queued_prefill_s + compute_s
-    share = prefill_share(reported, derived.joined_step_s, derived.longest_step_s, work_s=work_s)
+    limits = (derived.joined_step_s, derived.longest_step_s, w.reserved.tpot_slo_s)
+    share = prefill_share(reported, *limits, work_s=work_s)
     if slo_s is not None:
         left_s = PLANNED_SHARE * target_s - waited_s
         slo_share = ttft_slo_share(reported, derived.joined_step_s, w.reserved.tpot_slo_s, work_s=work_s, left_s=left_s)
@@ -311,7 +312,7 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
 
 
 def full_part(w: WorkerData[N], prompt: Prompt) -> N:
-    """Predict how far steps go from balanced ones, 0, to ones that are as full as possible, 1.
+    """Predict how far steps go from ones within targets, 0, to ones that are as full as possible, 1.
 
     This is the rule of the engine's step budget (`engine.scheduling.step_budget`), for queued prompts that
     are as long as this one, have waited as long before they were placed, and came evenly over the time of the

@@ -33,12 +33,13 @@ def longest_step_s(reported: ReportedState[float], joined_step_s: float, gap_s: 
     return min((target_s for target_s in targets_s if target_s > joined_step_s), default=inf)
 
 
-def prefill_share(reported: ReportedState[N], joined_step_s: N, longest_s: N, *, work_s: N) -> N:
+def prefill_share(reported: ReportedState[N], joined_step_s: N, longest_s: N, tpot_slo_s: N, *, work_s: N) -> N:
     """Return the share of the step time that goes to a prompt and those queued before it.
 
-    Prompts get what the decodes can spare at once, and then the part of each step that they leave.
+    Prompts get what the decodes can spare at once, and then the part of each step that they leave. An SLO is
+    spread over all steps.
 
-    joined_step_s, longest_s: as in `longest_step_s`.
+    joined_step_s, longest_s, tpot_slo_s: as in `longest_step_s`.
     work_s: time to compute the queued prompts and this one.
     """
     is_limited: Any = longest_s < inf
@@ -46,10 +47,11 @@ def prefill_share(reported: ReportedState[N], joined_step_s: N, longest_s: N, *,
         return work_s * 0.0 + 1.0
     step_s = where(is_limited, longest_s, joined_step_s)
     spare_s = maximum(step_s - joined_step_s, 0.0)
-    at_once_s = minimum(spare_s * reported.mean_output_tokens / reported.tokens_per_step, work_s)
+    num_steps = reported.mean_output_tokens / reported.tokens_per_step
+    at_once_s = where(tpot_slo_s > 0, 0.0, minimum(spare_s * num_steps, work_s))
     later_s = (work_s - at_once_s) * step_s / maximum(spare_s, _TINY_S)
-    share = where(is_limited, work_s / maximum(at_once_s + later_s, _TINY_S), work_s * 0.0 + 1.0)
-    share = where(work_s > at_once_s, share, work_s * 0.0 + 1.0)
+    needs_more = is_limited & (work_s > at_once_s)
+    share = where(needs_more, work_s / maximum(at_once_s + later_s, _TINY_S), work_s * 0.0 + 1.0)
     least_s = reported.prefill_token_s  # a step has one prompt token at least
     return maximum(share, least_s / maximum(joined_step_s + least_s, _TINY_S))
 

@@ -137,7 +137,7 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
     )
     joined_step_s, gap_s = _joined_step_s(reported, reserved)
     longest_s = longest_step_s(reported, joined_step_s, gap_s, reserved.tpot_slo_s)
-    share = prefill_share(reported, joined_step_s, longest_s, work_s=queued_prefill_s)
+    share = prefill_share(reported, joined_step_s, longest_s, reserved.tpot_slo_s, work_s=queued_prefill_s)
     num_steps = ceil(reserved.queued_tokens / reported.max_chunk_tokens)
     return DerivedState(
         mixed_step_s=mixed_step_s,
