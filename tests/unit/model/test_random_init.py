@@ -13,6 +13,9 @@ from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_shapes import SHAPES, shape_config
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.random_init import init_like, init_model
+from baton.runtime.config.settings import WorkerConfig
+from baton.worker.device.open_device import open_device
+from tests.builders import worker_ref
 from tests.model_families import FAMILIES, TINY
 
 
@@ -111,3 +114,23 @@ def test_a_model_that_is_served_up_to_a_shorter_context_can_be_written(tmp_path:
     with pytest.raises(ModelError, match="--max-model-len 128"):
         load_model(tmp_path / "phi", device="cpu")
     assert load_model(tmp_path / "phi", device="cpu", max_model_len=phi.max_model_len).max_model_len == 128
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["tiny-42m", "gemma3-270m", "qwen3-0.6b"])
+def test_dense_shapes_run_in_the_native_decoder(shape: str, tmp_path: Path) -> None:
+    """Random weights make logits depend on the last bits of all numbers, which verification allows for."""
+    init_like(shape, tmp_path / shape)
+    config = WorkerConfig(
+        model=str(tmp_path / shape),
+        device="cpu",
+        threads_per_worker=2,
+        transfer="local",
+        max_model_len=4096,
+        kv_memory=2**30,
+        weight_cache=0,
+        speculate="off",
+    )
+    device = open_device(config, worker_ref("w"))
+    device.executor.close()
+    assert "native decoder" in device.summary

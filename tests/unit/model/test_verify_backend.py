@@ -160,16 +160,18 @@ def rounds_otherwise(
     return attended * (1 + torch.finfo(attended.dtype).eps)
 
 
-def test_rounded_activations_may_differ_as_much_as_the_last_bits_of_embeddings_explain(
-    coded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_rounded_numbers_may_differ_as_much_as_the_last_bits_of_embeddings_explain(
+    coded: LoadedModel, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, is_coded: bool
 ) -> None:
-    assert rounds_activations(coded.model)
+    loaded = coded if is_coded else load_model(tiny_dir, device="cpu", dtype="bfloat16")
+    assert rounds_activations(loaded.model) == is_coded
     monkeypatch.setattr(verify_backend, "_ROUNDED_LIMIT", 1e-6)
     monkeypatch.setattr(verify_backend, "_NOISE_FACTOR", 0.0)
-    verify_logits(coded, 16, kernel=rounds_otherwise)
-    monkeypatch.setattr(verify_backend, "_CODED_FACTOR", 1e-6)
+    verify_logits(loaded, 16, kernel=rounds_otherwise)
+    monkeypatch.setattr(verify_backend, "_LAST_BITS_FACTOR", 1e-6)
     with pytest.raises(ModelError, match="computes different logits"):
-        verify_logits(coded, 16, kernel=rounds_otherwise)
+        verify_logits(loaded, 16, kernel=rounds_otherwise)
 
 
 def sees_no_context(

@@ -35,8 +35,9 @@ _FLOAT32_LIMIT = 1e-3
 _ROUNDED_LIMIT = 0.1
 """Relative error of the logits that rounding may cause, in float32, and where numbers are rounded to fewer
 bits: in half precision, and in products with codes, which round activations to 8 bits."""
-_CODED_FACTOR, _MAX_CODED_LIMIT = 2.0, 0.4
-"""Products with codes round activations to 8 bits, so that any other rounding before them changes some codes.
+_LAST_BITS_FACTOR, _MAX_ROUNDED_LIMIT = 2.0, 0.4
+"""Some weights make the logits depend much on the last bit of any number. Products with codes do, too: they
+round activations to 8 bits, so that any other rounding before them changes some codes.
 Allowed error as a multiple of what other embeddings in the last bit change, and its upper bound."""
 _INT8_KV_LIMIT = 0.1
 """Relative error of the logits that KV in int8 may cause."""
@@ -233,15 +234,15 @@ def _check_logits(
 def _limit_of_model(
     loaded: LoadedModel, prompts: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], *, is_rounded: bool
 ) -> float:
-    """Return the error that is allowed because of this model's own, see _NOISE_FACTOR and _CODED_FACTOR.
+    """Return the error that is allowed because of this model's own, see _NOISE_FACTOR and _LAST_BITS_FACTOR.
 
     reference: the logits of `prompts`.
     """
     with _own_attention(loaded.model):
         batched = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
-        effect = _effect_of_last_bits(loaded, prompts, reference) if rounds_activations(loaded.model) else 0.0
+        effect = _effect_of_last_bits(loaded, prompts, reference) if is_rounded else 0.0
     noise = _difference(batched, reference, is_rounded=is_rounded)
-    return max(min(_CODED_FACTOR * effect, _MAX_CODED_LIMIT), _NOISE_FACTOR * noise)  # max ignores NaN here
+    return max(min(_LAST_BITS_FACTOR * effect, _MAX_ROUNDED_LIMIT), _NOISE_FACTOR * noise)  # max ignores NaN here
 
 
 def _own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
