@@ -27,7 +27,7 @@ ELIGIBILITY_FACTS = {
 }
 """Names by which a policy would decide on its own that a worker is not eligible or not readable."""
 
-STEP_SIZING_USERS = {"baton/core/step_targets.py", "baton/engine/scheduling/step_budget.py"}
+STEP_SIZING_USERS = {"baton/engine/scheduling/step_budget.py"}
 
 
 def names_in(source: str) -> set[str]:

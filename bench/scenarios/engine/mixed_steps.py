@@ -54,7 +54,7 @@ SHARE = 0.8
 KV_GIB = 1
 """KV memory in GiB. All requests together need less."""
 MODES = {"step budget": True, "prompts first": False}
-"""True for the mode in which it knows what steps cost."""
+"""True for the mode in which the engine knows what steps cost."""
 
 
 @dataclass(slots=True)

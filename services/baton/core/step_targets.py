@@ -41,19 +41,21 @@ class LatencyTerm:
     """One latency of a request. All times in seconds.
 
     target_s: the target.
-    planned_s: the part of it that steps may use.
     is_slo: the target is the request's SLO, not a derived one.
     """
 
     target_s: float
-    planned_s: float
     is_slo: bool = False
 
     @staticmethod
     def of(target_s: float, *, is_slo: bool = False) -> "LatencyTerm":
         """Return the term of a target."""
-        target_s = max(target_s, _TINY_S)
-        return LatencyTerm(target_s=target_s, planned_s=PLANNED_SHARE * target_s, is_slo=is_slo)
+        return LatencyTerm(target_s=max(target_s, _TINY_S), is_slo=is_slo)
+
+    @property
+    def planned_s(self) -> float:
+        """The part of the target that steps may use."""
+        return PLANNED_SHARE * self.target_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

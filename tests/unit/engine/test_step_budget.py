@@ -136,7 +136,7 @@ def test_answer_that_is_ahead_gives_more(gaps: list[float]) -> None:
 @settings(max_examples=40)
 @given(
     gaps=st.lists(st.floats(2.4, 2.75), min_size=1, max_size=8),
-    waited_s=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    waited_s=st.lists(st.floats(0.0, 0.45), min_size=1, max_size=4),
     tokens_per_step=st.sampled_from([1.0, 2.75]),
 )
 def test_answers_on_time_are_not_slowed_down_beyond_their_target(
@@ -146,7 +146,7 @@ def test_answers_on_time_are_not_slowed_down_beyond_their_target(
     answers = [answer(key, gap=gap, **NEAR) for key, gap in enumerate(gaps)]
     prompts = [prompt(100 + key, 600, waited_s=each) for key, each in enumerate(waited_s)]
     budget = budget_of(answers, prompts, tokens_per_step=tokens_per_step)
-    assume(budget.num_late <= len(answers))
+    assert budget.num_late == 0
     num_tokens = budget.num_tokens - len(answers)
     assume(num_tokens > 1)  # each step carries one token, if no answer can spare it, too
     took_s = step_s(answers, num_tokens)
