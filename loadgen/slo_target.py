@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,45 @@ class SloTarget:
             raise BadSlo(f"`{unknown[0]}` is not a field of an SLO; known are ttft_s, tpot_s and e2e_s")
         return cls(**{key: float(value) for key, value in data.items()})
 
-    def scaled(self, factor: float) -> SloTarget:
-        """Return an SLO with each bound multiplied by `factor`."""
-        return SloTarget(**{key: value * factor for key, value in self.to_json().items()})
+
+@dataclass(frozen=True, slots=True)
+class SloScale:
+    """Factors by which the bounds of an SLO are multiplied.
+
+    The text form is `2` for all bounds, or `3:6` for TTFT and TPOT.
+    """
+
+    ttft: float = 1.0
+    tpot: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> SloScale:
+        """Return the scale for a text such as `"2"` or `"3:6"`. Raises BadSlo."""
+        try:
+            factors = [float(part) for part in text.split(":")]
+        except ValueError:
+            factors = []
+        if len(factors) not in (1, 2) or not all(0 < factor < math.inf for factor in factors):
+            raise BadSlo(f"`{text}` is not a scale; write a factor above zero, or TTFT:TPOT such as 3:6")
+        return cls(factors[0], factors[-1])
+
+    @classmethod
+    def strictest(cls, scales: Sequence[SloScale]) -> SloScale:
+        """Return the scale with the smallest factor for each bound."""
+        return cls(min(scale.ttft for scale in scales), min(scale.tpot for scale in scales))
+
+    def __str__(self) -> str:
+        return f"{self.ttft:g}" if self.ttft == self.tpot else f"{self.ttft:g}:{self.tpot:g}"
+
+    def of(self, slo: SloTarget) -> SloTarget:
+        """Return `slo` with its bounds multiplied. Raises BadSlo if one has no factor: E2E in `3:6`."""
+        if slo.e2e_s is not None and self.ttft != self.tpot:
+            raise BadSlo(f"the scale {self} has no factor for the bound e2e of `{slo}`; give one factor, or no e2e")
+        factors = {"ttft_s": self.ttft, "tpot_s": self.tpot, "e2e_s": self.ttft}
+        return SloTarget(**{key: value * factors[key] for key, value in slo.to_json().items()})
+
+
+UNSCALED = SloScale()
 
 
 def override_slos(slos: Mapping[str, SloTarget], given: Sequence[tuple[str | None, SloTarget]]) -> dict[str, SloTarget]:

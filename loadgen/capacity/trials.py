@@ -26,6 +26,7 @@ from loadgen.plan.plan import Plan
 from loadgen.send.run.processes import ProgressView
 from loadgen.send.run.run_plan import FinishedRun, RunSpec, record_files, run
 from loadgen.send.server.idle import IdleResult
+from loadgen.slo_target import UNSCALED, SloScale
 
 LONGEST_TIMES = 10.0
 """Longest trial as a multiple of the requested seconds, however low its rate."""
@@ -44,12 +45,12 @@ class Goal:
     """Goal of a search: the highest rate at which the share `target` meets the SLO scaled by `slo_scale`."""
 
     target: float
-    slo_scale: float = 1.0
+    slo_scale: SloScale = UNSCALED
 
     @property
     def name(self) -> str:
         """The goal in text form."""
-        return f"{self.target:.4g}" if self.slo_scale == 1 else f"{self.target:.4g} at {self.slo_scale:g} x SLO"
+        return f"{self.target:.4g}" if self.slo_scale == UNSCALED else f"{self.target:.4g} at {self.slo_scale} x SLO"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +194,8 @@ class Trials:
         with self._show(plan) as view:
             finished = run(spec, view, watch)
         judgements = watch.judgements(finished)
-        strictest = replace(
-            finished.rules, slos=scaled(finished.rules.slos, min(goal.slo_scale for goal in self._goals))
-        )
+        scale = SloScale.strictest([goal.slo_scale for goal in self._goals])
+        strictest = replace(finished.rules, slos=scaled(finished.rules.slos, scale))
         invalid = why_invalid(finished.run, finished.records, strictest)
         if not any(judgement.num_judged for judgement in judgements):
             invalid = (*invalid, "no request was due in the steady window; give longer --seconds")

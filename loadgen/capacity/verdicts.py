@@ -35,7 +35,7 @@ from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
 from loadgen.measure.stats import Floats, Interval, effective_size, wilson
 from loadgen.measure.summary import ramp_s
 from loadgen.plan.plan import Plan, PlannedRequest
-from loadgen.slo_target import SloTarget
+from loadgen.slo_target import SloScale, SloTarget
 
 LOOKS = (0.25, 0.5, 0.75, 1.0)
 """Fractions of a trial after which it is evaluated. The last one is its end."""
@@ -222,9 +222,9 @@ class TrialJudge:
         )
 
 
-def scaled(slos: Mapping[str, SloTarget], factor: float) -> dict[str, SloTarget]:
-    """Return the SLOs with all bounds multiplied by `factor`."""
-    return {name: slo.scaled(factor) for name, slo in slos.items()}
+def scaled(slos: Mapping[str, SloTarget], scale: SloScale) -> dict[str, SloTarget]:
+    """Return the SLOs with their bounds multiplied. Raises BadSlo if `scale` has no factor for a bound."""
+    return {name: scale.of(slo) for name, slo in slos.items()}
 
 
 def latest_good_s(slo: SloTarget, output_tokens: int) -> float:

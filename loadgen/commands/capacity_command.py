@@ -12,7 +12,7 @@ from loadgen.capacity.capacity_file import NAME, PointResult
 from loadgen.capacity.search_runner import is_answered
 from loadgen.commands.capacity_job import TRIALS, CapacityJob
 from loadgen.commands.capacity_text import answer_lines, points_table, trials_table
-from loadgen.commands.option_types import Above, Numbers, Seconds
+from loadgen.commands.option_types import Above, Numbers, Seconds, SloScales
 from loadgen.commands.run_command import EXIT_INTERRUPTED
 from loadgen.commands.target_options import sending_options, target_options
 
@@ -39,11 +39,11 @@ PERCENTS = Numbers(0, 100, of=100)
 )
 @click.option(
     "--slo-scale",
-    type=Numbers(0),
+    type=SloScales(),
     default="1",
     show_default=True,
     metavar="X,…",
-    help="Multiply all bounds of the SLO by X.",
+    help="Multiply all bounds of the SLO by X, or by X:Y its TTFT by X and its TPOT by Y.",
 )
 @click.option(
     "--seconds",

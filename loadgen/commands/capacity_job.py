@@ -7,7 +7,7 @@ import math
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from loadgen.capacity.capacity_file import PointResult, write_capacity
 from loadgen.capacity.capacity_search import Limits, Proposal
 from loadgen.capacity.search_runner import SearchResult, run_searches
 from loadgen.capacity.trials import Goal, PlanMaker, Trial, TrialLength, Trials, trial_seed
+from loadgen.capacity.verdicts import scaled
 from loadgen.commands.capacity_plans import SimpleWorkload, maker_of
 from loadgen.commands.capacity_text import short_trials, trial_line, unreachable_goals
 from loadgen.commands.target_options import (
@@ -50,7 +51,7 @@ from loadgen.send.server.server_process import (
     parse_sweep,
     running_server,
 )
-from loadgen.slo_target import override_slos
+from loadgen.slo_target import SloTarget, override_slos
 
 TRIALS = "trials"
 
@@ -102,7 +103,7 @@ class CapacityJob:
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))
         plan = maker.make(lowest_rps, length.at(lowest_rps), trial_seed(seed, 0))
-        plan = replace(plan, slos=override_slos(plan.slos, given["slos"]))
+        plan = replace(plan, slos=_scalable(override_slos(plan.slos, given["slos"]), goals))
         return cls(
             given=given,
             out=_new_directory(given["out"] or Path(f"loadgen-capacity-{datetime.now():%Y%m%d-%H%M%S}")),
@@ -322,6 +323,13 @@ def _maker(given: Mapping[str, Any]) -> PlanMaker:
 
         vocabulary = vocabulary_of(given["tokenizer"])
     return SimpleWorkload(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
+
+
+def _scalable(slos: Mapping[str, SloTarget], goals: Sequence[Goal]) -> dict[str, SloTarget]:
+    """Return the SLOs. Raises BadSlo if the scale of a goal has no factor for one of their bounds."""
+    for goal in goals:
+        scaled(slos, goal.slo_scale)
+    return dict(slos)
 
 
 def _limits(given: Mapping[str, Any], goal: Goal, length: TrialLength, maker: PlanMaker) -> Limits:

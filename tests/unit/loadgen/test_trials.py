@@ -14,6 +14,7 @@ from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import Plan
 from loadgen.plan.prompt_tokens import tokens_of
 from loadgen.plan.sources.workloads import simple_plan
+from loadgen.slo_target import SloScale
 from tests.loadgen_simulated_servers import complete_record, plan_at, slots
 
 
@@ -101,7 +102,7 @@ def test_wait_for_late_responses_is_limited(tmp_path: Path) -> None:
 
 def test_trial_judges_every_goal_but_only_its_own_ends_it(tmp_path: Path) -> None:
     plan = plan_at(10, 40, seed=4)
-    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=20.0))
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=SloScale.parse("20")))
     records = slots(8, 1.0)(plan, random.Random(4))
     ends = []
     for asking in (0, 1):
@@ -145,7 +146,12 @@ def test_trials_share_no_tokens_or_arrivals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "name"), [(Goal(target=0.9), "0.9"), (Goal(target=0.999, slo_scale=0.5), "0.999 at 0.5 x SLO")]
+    ("goal", "name"),
+    [
+        (Goal(target=0.9), "0.9"),
+        (Goal(target=0.999, slo_scale=SloScale.parse("0.5")), "0.999 at 0.5 x SLO"),
+        (Goal(target=0.9, slo_scale=SloScale.parse("3:6")), "0.9 at 3:6 x SLO"),
+    ],
 )
 def test_goal_name_describes_target_and_scale(goal: Goal, name: str) -> None:
     assert goal.name == name
