@@ -6,7 +6,7 @@ trial.
 `seed`) and `notes` on limitations. `points` has one entry, or one for each point of a sweep:
 
     values, command   of the sweep; url, model, server, error, interrupted
-    answers           for each goal: attainment, slo_scale, tpot_scale (that of the TPOT), state, capacity_rps,
+    answers           for each goal: attainment, slo_scale, tpot_scale (of the TPOT), state, capacity_rps,
                       low_rps, high_rps, trials, why, held_rps (SLO met), broke_rps (SLO missed)
     trials            in order: directory, rate_rps, seconds, seed, is_scout, invalid, notes,
                       and judgements by goal

@@ -1,7 +1,7 @@
 """Measures TPOT with and without drafts, on answers that copy from their prompts and on others.
 
 python -m bench draft_tokens --out DIR [--models qwen3-0.6b,tiny-42m] [--repeats 5] [--outputs 200]
-[--batches 1,8] [--model DIR] [--draft SHAPE] [--draft-right 0.7] [--json]
+[--batches 1,8] [--answers edit,random] [--model DIR] [--draft SHAPE] [--draft-right 0.7] [--json]
 
 The engine runs in this process, without gateway. Weights are random, so answers are scripted: a step computes
 everything as usual, and then the drawn tokens are replaced by those of the script. Each answer is
@@ -12,10 +12,11 @@ random: random tokens. Hardly any three of them recur, so there are no drafts.
 zipf: few different tokens, drawn by Zipf's law, in prompt and answer. Three of them often recur, and go on
     otherwise: most drafts are wrong.
 
-TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, with
-`--speculate` off, ngram and auto, on one executor whose costs are measured first. Each answer is new, so that
-recent answers do not help. DIR keeps the figures of every finished repeat, apart for each choice of
---outputs, --batches and --draft. An interrupted run continues where it stopped.
+TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, and in
+each through `--speculate` off, ngram and auto in random order, on one executor whose costs are measured
+first. Each answer is new, so that recent answers do not help. DIR keeps the figures of every finished repeat,
+apart for each choice of --answers, --outputs, --batches and --draft. An interrupted run continues where it
+stopped. The table has medians, and the median of the repeats' ratios with minimum and maximum.
 
 --draft adds a draft model of a shape, with random weights and the vocabulary of the model that verifies. It
 computes as usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the
@@ -61,6 +62,7 @@ MODES = ("off", "ngram", "auto")
 DRAFT = "draft"
 """Mode with a draft model."""
 TEXTS = ("edit", "extract", "random", "zipf")
+ALL_TEXTS = ",".join(TEXTS)
 ZIPF_TOKENS = 20
 """Different tokens of `zipf`."""
 DOCUMENT_TOKENS = 400
@@ -239,7 +241,8 @@ class SpeculationBench:
         """Return the key of a model's figures. Figures of other cells have other keys."""
         chosen = self._arguments
         draft = f", draft {chosen.draft} right at {chosen.draft_right:g}" if chosen.draft else ""
-        return f"{model}, {chosen.outputs} tokens, batches {chosen.batches}{draft}"
+        answers = "" if chosen.answers == ALL_TEXTS else f", answers {chosen.answers}"
+        return f"{model}, {chosen.outputs} tokens, batches {chosen.batches}{answers}{draft}"
 
     def run(self) -> None:
         """Measure the missing figures."""
@@ -267,13 +270,13 @@ class SpeculationBench:
     def _repeat(self, engine: ScriptedEngine, found: dict[str, Any]) -> None:
         rng = random.Random(found["repeats"])
         batches = [int(number) for number in self._arguments.batches.split(",")]
-        cells = [(text, num, mode) for text in TEXTS for num in batches for mode in self.modes]
-        rng.shuffle(cells)
-        for text, num, mode in cells:
-            prompts, answers = scripted(text, num, self._arguments.outputs, engine.vocab_size, rng)
-            tpot_s, acceptance = asyncio.run(engine.tpot_s(prompts, answers, mode))
+        cells = [(text, num) for text in self._arguments.answers.split(",") for num in batches]
+        for text, num in rng.sample(cells, len(cells)):
             cell = found["cells"].setdefault(f"{text}, batch {num}", {})
-            cell.setdefault(mode, []).append({"tpot_s": tpot_s, "acceptance": acceptance})
+            for mode in rng.sample(self.modes, len(self.modes)):
+                prompts, answers = scripted(text, num, self._arguments.outputs, engine.vocab_size, rng)
+                tpot_s, acceptance = asyncio.run(engine.tpot_s(prompts, answers, mode))
+                cell.setdefault(mode, []).append({"tpot_s": tpot_s, "acceptance": acceptance})
 
     def show(self) -> None:
         """Print a table for each model: TPOT of each mode, and how many times faster than without drafts."""
@@ -290,8 +293,17 @@ def _shown(by_mode: Mapping[str, Sequence[Mapping[str, float]]], mode: str) -> s
     text = f"{1e3 * statistics.median(tpot_s):.2f} ms"
     if mode == "off":
         return text
-    faster = statistics.median(plain["tpot_s"] / own for plain, own in zip(by_mode["off"], tpot_s, strict=True))
-    return f"{text}, {faster:.2f}x, {statistics.median(one['acceptance'] for one in by_mode[mode]):.0%} accepted"
+    faster = [plain["tpot_s"] / own for plain, own in zip(by_mode["off"], tpot_s, strict=True)]
+    times = f"{statistics.median(faster):.2f}x ({min(faster):.2f}-{max(faster):.2f})"
+    return f"{text}, {times}, {statistics.median(one['acceptance'] for one in by_mode[mode]):.0%} accepted"
+
+
+def _texts(text: str) -> str:
+    """Return --answers. Raises argparse.ArgumentTypeError for an unknown kind."""
+    unknown = set(text.split(",")) - set(TEXTS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {ALL_TEXTS}")
+    return text
 
 
 def main() -> None:
@@ -302,6 +314,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
     parser.add_argument("--outputs", type=int, default=200, help="tokens of an answer (200)")
     parser.add_argument("--batches", default="1,8", help="answers at a time, comma-separated (1,8)")
+    parser.add_argument(
+        "--answers", type=_texts, default=ALL_TEXTS, help=f"kinds of answers, comma-separated ({ALL_TEXTS})"
+    )
     parser.add_argument("--draft", default="", help="shape of a draft model (none)")
     parser.add_argument("--draft-right", type=float, default=0.7, help="share of its tokens that are right (0.7)")
     parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")

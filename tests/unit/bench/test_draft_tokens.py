@@ -1,12 +1,16 @@
-"""Scripted answers of the benchmark `draft_tokens`."""
+"""The benchmark `draft_tokens`: scripted answers, and the order of measurements."""
 
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from baton.core.kv.block_hash import token_ids
 from baton.engine.speculation.ngram_drafter import NgramDrafter
-from bench.scenarios.engine.draft_tokens import scripted
+from bench.scenarios.engine.draft_tokens import MODES, SpeculationBench, scripted
 
 
 def first_guesses(text: str) -> tuple[int, int]:
@@ -32,3 +36,30 @@ def test_texts_differ_in_how_many_drafts_there_are_and_are_right(
     num_right, num_wrong = first_guesses(text)
     assert drafts[0] <= num_right + num_wrong <= drafts[1]
     assert right[0] <= num_right / max(1, num_right + num_wrong) <= right[1]
+
+
+class NotedEngine:
+    """Notes each measurement as (number of prompts, mode)."""
+
+    vocab_size = 32_000
+
+    def __init__(self) -> None:
+        self.measured: list[tuple[int, str]] = []
+
+    async def tpot_s(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], mode: str
+    ) -> tuple[float, float]:
+        self.measured.append((len(prompts), mode))
+        return 0.1, 0.0
+
+
+def test_modes_of_a_cell_are_measured_one_after_the_other(tmp_path: Path) -> None:
+    """So a machine that becomes slower affects all of them."""
+    arguments = argparse.Namespace(out=tmp_path, answers="random", batches="1,8", outputs=5, draft="")
+    found: dict[str, Any] = {"repeats": 0, "cells": {}}
+    engine = NotedEngine()
+    SpeculationBench(arguments)._repeat(engine, found)  # type: ignore[arg-type]
+    cells = [engine.measured[:3], engine.measured[3:]]
+    assert sorted(sizes.pop() for cell in cells if len(sizes := {size for size, _ in cell}) == 1) == [1, 8]
+    assert all({mode for _, mode in cell} == set(MODES) for cell in cells)
+    assert found["cells"].keys() == {"random, batch 1", "random, batch 8"}

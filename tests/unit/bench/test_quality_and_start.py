@@ -17,7 +17,7 @@ from baton.model.loading.model_support import causal_lm_class
 from bench.scenarios.cluster import goodput
 from bench.scenarios.cluster.goodput_pairs import cases_of, loads_of
 from bench.scenarios.engine import attention, families
-from bench.scenarios.engine.draft_tokens import SpeculationBench
+from bench.scenarios.engine.draft_tokens import ALL_TEXTS, SpeculationBench
 from bench.scenarios.engine.restart import beyond_ray_s, phases_s
 from bench.support import created_model, text_quality
 from bench.support.engine.family_shapes import FAMILY_SHAPES, NUM_EXPERTS, family_needs
@@ -147,6 +147,7 @@ def test_figures_of_other_cells_and_drafts_are_kept_apart(tmp_path: Path) -> Non
         {},
         {"batches": "8"},
         {"outputs": 100},
+        {"answers": "random"},
         {"draft": "tiny-42m"},
         {"draft": "tiny-42m", "draft_right": 0.5},
     ]
@@ -155,9 +156,8 @@ def test_figures_of_other_cells_and_drafts_are_kept_apart(tmp_path: Path) -> Non
 
 
 def draft_arguments(out: Path, draft: str = "", **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{"out": out, "outputs": 200, "batches": "1,8", "draft": draft, "draft_right": 0.7} | more
-    )
+    usual = {"outputs": 200, "batches": "1,8", "answers": ALL_TEXTS, "draft": draft, "draft_right": 0.7}
+    return argparse.Namespace(**{"out": out, **usual, **more})
 
 
 def test_a_family_that_failed_has_a_row_that_says_why() -> None:
