@@ -14,6 +14,7 @@ from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.linear.packed_linear import LinearPart, PackedGemm
 from baton.model.linear.quantise import quantise
 from baton.model.linear.weights import CodedWeight, FloatWeight, GroupFactors, Weight
+from bench.support.fp8_checkpoint import BLOCK, to_fp8
 from bench.support.roofline import read_s
 
 SHAPES = ((512, 3072), (1024, 6144), (640, 262_144))
@@ -44,7 +45,7 @@ FORMATS: Mapping[str, Callable[[torch.Tensor], Weight]] = {
     "bfloat16": lambda weight: FloatWeight(weight.bfloat16()),
     "float32": FloatWeight,
     "float16": lambda weight: FloatWeight(weight.half()),
-    "float8": lambda weight: FloatWeight(weight.to(torch.float8_e4m3fn)),
+    "float8 of 128 x 128": lambda weight: FloatWeight(*to_fp8(weight), (BLOCK, BLOCK)),
     "int8 of 32": lambda weight: quantise(weight, 8, 32),
     "int8 of 64": lambda weight: quantise(weight, 8, 64),  # --weights int8
     "int8 of 128": lambda weight: quantise(weight, 8, 128),
