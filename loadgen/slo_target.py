@@ -88,12 +88,23 @@ class SloScale:
         return cls(min(scale.ttft for scale in scales), min(scale.tpot for scale in scales))
 
     def __str__(self) -> str:
-        return f"{self.ttft:g}" if self.ttft == self.tpot else f"{self.ttft:g}:{self.tpot:g}"
+        return f"{self.ttft:g}:{self.tpot:g}" if self.uniform is None else f"{self.uniform:g}"
+
+    @property
+    def uniform(self) -> float | None:
+        """The factor of all bounds; None if those of TTFT and TPOT differ."""
+        return self.ttft if self.ttft == self.tpot else None
 
     def of(self, slo: SloTarget) -> SloTarget:
-        """Return `slo` with its bounds multiplied. Raises BadSlo if one has no factor: E2E in `3:6`."""
-        if slo.e2e_s is not None and self.ttft != self.tpot:
-            raise BadSlo(f"the scale {self} has no factor for the bound e2e of `{slo}`; give one factor, or no e2e")
+        """Return `slo` with its bounds multiplied.
+
+        Raises BadSlo if the factors differ and `slo` has other bounds than TTFT and TPOT.
+        """
+        if self.uniform is None and slo.to_json().keys() != {"ttft_s", "tpot_s"}:
+            raise BadSlo(
+                f"the scale {self} needs an SLO with the bounds ttft and tpot, and no other; "
+                f"the SLO is `{slo}`: change it, or give one factor"
+            )
         factors = {"ttft_s": self.ttft, "tpot_s": self.tpot, "e2e_s": self.ttft}
         return SloTarget(**{key: value * factors[key] for key, value in slo.to_json().items()})
 

@@ -6,8 +6,8 @@ trial.
 `seed`) and `notes` on limitations. `points` has one entry, or one for each point of a sweep:
 
     values, command   of the sweep; url, model, server, error, interrupted
-    answers           for each goal: attainment, slo_scale, tpot_scale (of the TPOT), state, capacity_rps,
-                      low_rps, high_rps, trials, why, held_rps (SLO met), broke_rps (SLO missed)
+    answers           for each goal: attainment, slo_scale (null if ttft_scale and tpot_scale differ), state,
+                      capacity_rps, low_rps, high_rps, trials, why, held_rps (SLO met), broke_rps (SLO missed)
     trials            in order: directory, rate_rps, seconds, seed, is_scout, invalid, notes,
                       and judgements by goal
 """
@@ -83,7 +83,8 @@ def _point(point: PointResult) -> dict[str, Any]:
 def _answer(goal: Goal, answer: CapacityEstimate) -> dict[str, Any]:
     return {
         "attainment": goal.target,
-        "slo_scale": goal.slo_scale.ttft,
+        "slo_scale": goal.slo_scale.uniform,
+        "ttft_scale": goal.slo_scale.ttft,
         "tpot_scale": goal.slo_scale.tpot,
         "state": answer.state.value,
         "capacity_rps": answer.capacity_rps,

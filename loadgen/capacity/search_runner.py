@@ -8,6 +8,7 @@ from typing import Protocol
 
 from loadgen.capacity.capacity_search import CapacityEstimate, CapacitySearch, Limits, Proposal, State
 from loadgen.capacity.trials import Goal, Trial
+from loadgen.capacity.verdicts import TrialVerdict
 from loadgen.loadgen_errors import LoadgenError, WarmUpFailed
 from loadgen.send.run.processes import Interrupted
 from loadgen.send.timers import now_s
@@ -145,8 +146,10 @@ class _SearchRun:
             self.stop(f"{self._num_invalid} trials in a row were invalid: {trial.invalid[0]}{advice}")
         elif not trial.invalid:
             for position, search in enumerate(self._searches):
-                observation = trial.judgements[position].observation(trial.rate_rps)
-                search.observe(observation, is_scout=trial.is_scout, is_own=position == goal)
+                judgement = trial.judgements[position]
+                if trial.ended_early and position != goal and judgement.verdict is not TrialVerdict.MISSED:
+                    continue  # its queue might have grown in the rest of the trial
+                search.observe(judgement.observation(trial.rate_rps), is_scout=trial.is_scout, is_own=position == goal)
 
 
 def is_answered(answer: CapacityEstimate) -> bool:

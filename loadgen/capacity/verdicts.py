@@ -223,7 +223,7 @@ class TrialJudge:
 
 
 def scaled(slos: Mapping[str, SloTarget], scale: SloScale) -> dict[str, SloTarget]:
-    """Return the SLOs with their bounds multiplied. Raises BadSlo if `scale` has no factor for a bound."""
+    """Return the SLOs with their bounds multiplied. Raises BadSlo if `scale` does not fit one of them."""
     return {name: scale.of(slo) for name, slo in slos.items()}
 
 

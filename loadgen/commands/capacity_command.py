@@ -42,8 +42,8 @@ PERCENTS = Numbers(0, 100, of=100)
     type=SloScales(),
     default="1",
     show_default=True,
-    metavar="X,…",
-    help="Multiply all bounds of the SLO by X, or by X:Y its TTFT by X and its TPOT by Y.",
+    metavar="X[:Y],…",
+    help="Multiply all bounds of the SLO by X; or X:Y: its TTFT by X and its TPOT by Y.",
 )
 @click.option(
     "--seconds",

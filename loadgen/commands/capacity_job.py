@@ -103,7 +103,8 @@ class CapacityJob:
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))
         plan = maker.make(lowest_rps, length.at(lowest_rps), trial_seed(seed, 0))
-        plan = replace(plan, slos=_scalable(override_slos(plan.slos, given["slos"]), goals))
+        plan = replace(plan, slos=override_slos(plan.slos, given["slos"]))
+        _check_scales(plan.slos, goals)
         return cls(
             given=given,
             out=_new_directory(given["out"] or Path(f"loadgen-capacity-{datetime.now():%Y%m%d-%H%M%S}")),
@@ -325,11 +326,10 @@ def _maker(given: Mapping[str, Any]) -> PlanMaker:
     return SimpleWorkload(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
 
 
-def _scalable(slos: Mapping[str, SloTarget], goals: Sequence[Goal]) -> dict[str, SloTarget]:
-    """Return the SLOs. Raises BadSlo if the scale of a goal has no factor for one of their bounds."""
+def _check_scales(slos: Mapping[str, SloTarget], goals: Sequence[Goal]) -> None:
+    """Raise BadSlo if the scale of a goal does not fit one of the SLOs."""
     for goal in goals:
         scaled(slos, goal.slo_scale)
-    return dict(slos)
 
 
 def _limits(given: Mapping[str, Any], goal: Goal, length: TrialLength, maker: PlanMaker) -> Limits:

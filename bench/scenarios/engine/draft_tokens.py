@@ -12,11 +12,12 @@ random: random tokens. Hardly any three of them recur, so there are no drafts.
 zipf: few different tokens, drawn by Zipf's law, in prompt and answer. Three of them often recur, and go on
     otherwise: most drafts are wrong.
 
-TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, and in
-each through `--speculate` off, ngram and auto in random order, on one executor whose costs are measured
-first. Each answer is new, so that recent answers do not help. DIR keeps the figures of every finished repeat,
-apart for each choice of --answers, --outputs, --batches and --draft. An interrupted run continues where it
-stopped. The table has medians, and the median of the repeats' ratios with minimum and maximum.
+TPOT is the mean time per token after the first. All modes run on one executor, whose costs are measured
+first. Each repeat goes through all cells in random order. In a cell `--speculate` off, ngram and auto follow
+each other in random order, with the same texts and a new engine each, so recent answers do not help. DIR
+keeps the figures of every finished repeat, apart for each choice of --answers, --outputs, --batches and
+--draft. An interrupted run continues where it stopped. The table has medians, and the median of the repeats'
+ratios with minimum and maximum.
 
 --draft adds a draft model of a shape, with random weights and the vocabulary of the model that verifies. It
 computes as usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the
@@ -273,8 +274,8 @@ class SpeculationBench:
         cells = [(text, num) for text in self._arguments.answers.split(",") for num in batches]
         for text, num in rng.sample(cells, len(cells)):
             cell = found["cells"].setdefault(f"{text}, batch {num}", {})
+            prompts, answers = scripted(text, num, self._arguments.outputs, engine.vocab_size, rng)
             for mode in rng.sample(self.modes, len(self.modes)):
-                prompts, answers = scripted(text, num, self._arguments.outputs, engine.vocab_size, rng)
                 tpot_s, acceptance = asyncio.run(engine.tpot_s(prompts, answers, mode))
                 cell.setdefault(mode, []).append({"tpot_s": tpot_s, "acceptance": acceptance})
 
@@ -298,12 +299,12 @@ def _shown(by_mode: Mapping[str, Sequence[Mapping[str, float]]], mode: str) -> s
     return f"{text}, {times}, {statistics.median(one['acceptance'] for one in by_mode[mode]):.0%} accepted"
 
 
-def _texts(text: str) -> str:
-    """Return --answers. Raises argparse.ArgumentTypeError for an unknown kind."""
-    unknown = set(text.split(",")) - set(TEXTS)
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {ALL_TEXTS}")
-    return text
+def texts_of(text: str) -> str:
+    """Return --answers, each kind once. Raises argparse.ArgumentTypeError for an unknown kind."""
+    kinds = set(text.split(","))
+    if kinds - set(TEXTS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(kinds - set(TEXTS)))}: must be of {ALL_TEXTS}")
+    return ",".join(kind for kind in TEXTS if kind in kinds)
 
 
 def main() -> None:
@@ -315,7 +316,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=200, help="tokens of an answer (200)")
     parser.add_argument("--batches", default="1,8", help="answers at a time, comma-separated (1,8)")
     parser.add_argument(
-        "--answers", type=_texts, default=ALL_TEXTS, help=f"kinds of answers, comma-separated ({ALL_TEXTS})"
+        "--answers", type=texts_of, default=ALL_TEXTS, help=f"kinds of answers, comma-separated ({ALL_TEXTS})"
     )
     parser.add_argument("--draft", default="", help="shape of a draft model (none)")
     parser.add_argument("--draft-right", type=float, default=0.7, help="share of its tokens that are right (0.7)")

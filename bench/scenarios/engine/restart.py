@@ -119,7 +119,7 @@ def main() -> None:
             model=directory,
             max_model_len=4096,
             cores=(0, 1),
-            kv_gib=2,
+            kv_gib=BATON[arguments.system].num_workers,
             vllm=Path(),
             logs=logs,
             weights=arguments.weights,

