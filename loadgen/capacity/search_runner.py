@@ -147,8 +147,8 @@ class _SearchRun:
         elif not trial.invalid:
             for position, search in enumerate(self._searches):
                 judgement = trial.judgements[position]
-                if trial.ended_early and position != goal and judgement.verdict is not TrialVerdict.MISSED:
-                    continue  # its queue might have grown in the rest of the trial
+                if trial.is_shortened and position != goal and judgement.verdict is not TrialVerdict.MISSED:
+                    continue  # the queue might have grown in the rest of the trial
                 search.observe(judgement.observation(trial.rate_rps), is_scout=trial.is_scout, is_own=position == goal)
 
 

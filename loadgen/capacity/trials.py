@@ -105,7 +105,7 @@ class Trial:
     - `directory`: its name among the trials
     - `judgements`: one for each goal
     - `goal`: index of the goal that requested it
-    - `ended_early`: ended early, because the verdict was certain
+    - `ended_early`: a stop condition ended it; at its full length, if late responses could no longer be good
     - `invalid`: why the trial is invalid; empty if it is valid
     - `remedies`: which option to change then
     """
@@ -123,6 +123,11 @@ class Trial:
     invalid: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     remedies: tuple[str, ...] = ()
+
+    @property
+    def is_shortened(self) -> bool:
+        """True if it ended before its full length, because the verdict was certain."""
+        return self.ended_early and self.duration_s < self.seconds
 
 
 def trial_seed(seed: int, number: int) -> int:

@@ -30,7 +30,7 @@ def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
     if trial.invalid:
         verdict = f"INVALID: {trial.invalid[0].partition(';')[0]}"
     notes = "".join(f"; {note}" for note in trial.notes)
-    early = ", ended early" if trial.ended_early and trial.duration_s < trial.seconds else ""
+    early = ", ended early" if trial.is_shortened else ""
     share = f"{_share(judgement)} of {judgement.num_judged}{goal}"
     return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {share}  {verdict}{early}{notes}"
 

@@ -110,7 +110,7 @@ def test_a_trial_that_ended_early_tells_other_goals_only_what_they_missed() -> N
         if trial.goal or trial.is_scout or trial.judgements[0].verdict is not TrialVerdict.MISSED:
             return trial
         _, _, strict = trial.judgements
-        return replace(trial, ended_early=True, judgements=(trial.judgements[0], judged(1.0), strict))
+        return replace(trial, ended_early=True, duration_s=15.0, judgements=(trial.judgements[0], judged(1.0), strict))
 
     found, _ = search(Server(goals, before=end_early), goals)
     early = sum(trial.ended_early for trial in found.trials)
@@ -118,6 +118,13 @@ def test_a_trial_that_ended_early_tells_other_goals_only_what_they_missed() -> N
     assert early
     assert [answer.num_trials for answer in found.answers] == [full, full - early, full]
     assert found.answers[1].capacity_rps == pytest.approx(10 * 2**0.25, rel=0.05)
+
+
+def test_a_trial_of_full_length_counts_for_all_goals_though_its_last_responses_were_not_awaited() -> None:
+    goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=SloScale.parse("2")))
+    found, _ = search(Server(goals, before=lambda number, trial: replace(trial, ended_early=True)), goals)
+    full = sum(not trial.is_scout for trial in found.trials)
+    assert [answer.num_trials for answer in found.answers] == [full, full]
 
 
 def test_invalid_trial_is_repeated() -> None:
