@@ -25,9 +25,10 @@ struct CodedSlice {
     bool is_first;
 };
 
-// Unpacks 16 inputs of the outputs from `lane` on: four quads of bytes.
+// Unpacks 16 inputs of the outputs from `lane` on: four quads of bytes. g++ 12 calls it for 6 bits otherwise, and the
+// quads go through memory.
 template <int LAYOUT, bool HAS_TABLE>
-inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&quads)[QUADS]) {
+__attribute__((always_inline)) inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&quads)[QUADS]) {
     if constexpr (LAYOUT == 8) {
         for (int q = 0; q < QUADS; q++)
             quads[q] = load_vector<CodeVec>(slice.low + size_t(unit * QUADS + q) * PANEL + lane);
@@ -52,9 +53,9 @@ inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&qua
 }
 
 // Number of vectors of integer sums per row, for that many rows: as many as fit into the registers, beside four
-// quads and what a product needs. Found by counting the spills of g++ 12.
+// quads and what a product needs. Found by trial with g++ 12.
 constexpr int code_vectors_with(int rows) {
-    constexpr int OTHERS = NUM_CODE_REGISTERS == 32 ? 13 : 8;
+    constexpr int OTHERS = NUM_CODE_REGISTERS == 32 ? 13 : 9;
     int vectors = PANEL / LANES;
     while (vectors > 1 && rows * vectors + OTHERS > NUM_CODE_REGISTERS) vectors /= 2;
     return vectors;
@@ -69,64 +70,88 @@ struct CodedView {
 
     template <int ROWS>
     void multiply(const QuantisedRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
+        slice.offsets ? multiply_groups<ROWS, true>(rows, row, sums, prefetch)
+                      : multiply_groups<ROWS, false>(rows, row, sums, prefetch);
+    }
+
+    template <int ROWS, bool HAS_OFFSETS>
+    void multiply_groups(const QuantisedRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
         constexpr int VECTORS = code_vectors_with(ROWS);
-        const int groups = slice.inputs / slice.group_size;
-        for (int group = 0; group < groups; group++) {
-            prefetch.fetch();
+        const uint8_t* records[ROWS];
+        for (int r = 0; r < ROWS; r++) records[r] = rows.record(row + r);
+        if (slice.is_first) std::memset(sums, 0, ROWS * PANEL * sizeof(float));
+        for (int group = 0; group < slice.inputs / slice.group_size; group++) {
+            const GroupPlace at = rows.place(slice.first_input / slice.group_size + group, slice.group_size);
             for (int lane = 0; lane < PANEL; lane += VECTORS * LANES)
-                add_group<ROWS, VECTORS>(rows, row, group, lane, sums);
+                add_group<HAS_OFFSETS, ROWS, VECTORS>(records, at, group, lane, sums + lane, prefetch);
         }
     }
 
     // sums += the products of one group of inputs, for VECTORS vectors of outputs.
-    template <int ROWS, int VECTORS>
-    void add_group(const QuantisedRows& rows, int64_t row, int group, int lane, float* sums) const {
-        const int64_t at = slice.first_input / slice.group_size + group;
+    template <bool HAS_OFFSETS, int ROWS, int VECTORS>
+    void add_group(const uint8_t* const (&records)[ROWS], GroupPlace at, int group, int lane, float* sums,
+        WeightPrefetch& prefetch) const {
         const int units = slice.group_size / UNIT;
         DotVec dots[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) dots[r][v] = DotVec{} + rows.starts(row + r)[at];
-        for (int unit = group * units; unit < (group + 1) * units; unit++) {
+            for (int v = 0; v < VECTORS; v++) dots[r][v] = DotVec{} + number_at<int32_t>(records[r] + at.start);
+        for (int unit = 0; unit < units; unit++) {
+            if (lane == 0) prefetch.fetch();
             for (int v = 0; v < VECTORS; v++) {
                 CodeVec quads[QUADS];
-                load_unit<LAYOUT, HAS_TABLE>(slice, unit, lane + v * LANES, quads);
+                load_unit<LAYOUT, HAS_TABLE>(slice, group * units + unit, lane + v * LANES, quads);
                 for (int r = 0; r < ROWS; r++)
                     dots[r][v] = add_unit<BITS>(dots[r][v], quads,
-                        rows.codes(row + r) + slice.first_input + unit * UNIT);
+                        reinterpret_cast<const int8_t*>(records[r] + at.codes + unit * UNIT));
             }
         }
         for (int v = 0; v < VECTORS; v++)
-            for (int r = 0; r < ROWS; r++)
-                add_scaled(dots[r][v], rows, row + r, group, lane + v * LANES, sums + r * PANEL);
+            add_scaled<HAS_OFFSETS>(dots, v, records, at, group * PANEL + lane + v * LANES, sums + v * LANES);
     }
 
-    // sums [64] += a group's integer sums of one row times its scales, for the outputs from `lane` on.
-    void add_scaled(DotVec dots, const QuantisedRows& rows, int64_t row, int group, int lane, float* sums) const {
-        const int64_t at = slice.first_input / slice.group_size + group;
-        const auto scales = load_vector<FactorVec>(slice.scales + group * PANEL + lane);
-        FactorVec sum = slice.is_first && group == 0 ? FactorVec{} : load_vector<FactorVec>(sums + lane);
-        sum += scales * rows.scales(row)[at] * __builtin_convertvector(dots, FactorVec);
-        if (slice.offsets) sum += load_vector<FactorVec>(slice.offsets + group * PANEL + lane) * rows.sums(row)[at];
-        std::memcpy(sums + lane, &sum, sizeof sum);
+    // sums += a group's integer sums times its scales, for one vector of outputs. factor: place of its first factor.
+    template <bool HAS_OFFSETS, int ROWS, int VECTORS>
+    void add_scaled(const DotVec (&dots)[ROWS][VECTORS], int v, const uint8_t* const (&records)[ROWS], GroupPlace at,
+        int factor, float* sums) const {
+        const auto scales = load_vector<FactorVec>(slice.scales + factor);
+        for (int r = 0; r < ROWS; r++) {
+            auto sum = load_vector<FactorVec>(sums + r * PANEL);
+            sum += scales * number_at<float>(records[r] + at.scale) * __builtin_convertvector(dots[r][v], FactorVec);
+            if constexpr (HAS_OFFSETS)
+                sum += load_vector<FactorVec>(slice.offsets + factor) * number_at<float>(records[r] + at.sum);
+            std::memcpy(sums + r * PANEL, &sum, sizeof sum);
+        }
     }
 
 #ifdef BATON_TILES
     // As multiply, for 16 rows, with tiles.
     void multiply_tile(const QuantisedRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
         alignas(64) int32_t dots[TILE_ROWS * PANEL];
+        if (slice.is_first) std::memset(sums, 0, TILE_ROWS * PANEL * sizeof(float));
         for (int group = 0; group < slice.inputs / slice.group_size; group++) {
-            prefetch.fetch();
+            for (int unit = 0; unit < slice.group_size / UNIT; unit++) prefetch.fetch();
+            const GroupPlace at = rows.place(slice.first_input / slice.group_size + group, slice.group_size);
             clear_sums();
-            for (int i = group * slice.group_size; i < (group + 1) * slice.group_size; i += TILE_INPUTS) {
-                load_x(rows.codes(row) + slice.first_input + i, rows.record_bytes);
-                add_products(slice.low + size_t(i / 4) * PANEL);
+            for (int i = 0; i < slice.group_size; i += TILE_INPUTS) {
+                load_x(rows.codes(row) + at.codes + i, rows.record_bytes);
+                add_products(slice.low + size_t(group * slice.group_size + i) / 4 * PANEL);
             }
             store_sums(dots);
-            const int64_t at = slice.first_input / slice.group_size + group;
-            for (int r = 0; r < TILE_ROWS; r++)
-                for (int lane = 0; lane < PANEL; lane += LANES)
-                    add_scaled(load_vector<DotVec>(dots + r * PANEL + lane) + rows.starts(row + r)[at], rows, row + r,
-                        group, lane, sums + r * PANEL);
+            slice.offsets ? add_tile<true>(dots, rows, row, at, group, sums)
+                          : add_tile<false>(dots, rows, row, at, group, sums);
+        }
+    }
+
+    template <bool HAS_OFFSETS>
+    void add_tile(const int32_t* dots, const QuantisedRows& rows, int64_t row, GroupPlace at, int group,
+        float* sums) const {
+        for (int r = 0; r < TILE_ROWS; r++, dots += PANEL, sums += PANEL) {
+            const uint8_t* const records[1] = {rows.record(row + r)};
+            for (int lane = 0; lane < PANEL; lane += LANES) {
+                const DotVec own[1][1] = {
+                    {load_vector<DotVec>(dots + lane) + number_at<int32_t>(records[0] + at.start)}};
+                add_scaled<HAS_OFFSETS>(own, 0, records, at, group * PANEL + lane, sums + lane);
+            }
         }
     }
 #endif
@@ -150,7 +175,7 @@ struct Coded {
 
     int slice_inputs() const { return CODED_SLICE; }
     int passes(int rows) const { return int(divide_up(rows, TILE_ROWS ? TILE_ROWS : ROWS_PER_PASS)); }
-    int fetches(int inputs) const { return inputs / format->group_size; }
+    int fetches(int inputs) const { return inputs / UNIT; }
 
     template <typename Body>
     void open(const PanelSlice& slice, int rows, Workspace& workspace, const Body& body) const {

@@ -27,6 +27,14 @@ struct FloatRows {
     }
 };
 
+// Where a group of inputs lies in each record of QuantisedRows, in bytes.
+struct GroupPlace {
+    int64_t codes;
+    int64_t scale;
+    int64_t start;
+    int64_t sum;
+};
+
 // A row as 8-bit integers, per group of inputs with a scale. One record per row: `codes` [k], then per group the
 // scale, `start` and the sum of its numbers. A group's start is what its integer dot product with the weights
 // begins with: `shift` times the sum of its codes, because weight codes are stored without a sign.
@@ -42,13 +50,24 @@ struct QuantisedRows {
         return {static_cast<const uint8_t*>(records), bytes, codes, groups};
     }
 
-    const int8_t* codes(int64_t row) const { return reinterpret_cast<const int8_t*>(records + row * record_bytes); }
-    const float* scales(int64_t row) const {
-        return reinterpret_cast<const float*>(records + row * record_bytes + codes_bytes);
-    }
+    const uint8_t* record(int64_t row) const { return records + row * record_bytes; }
+    const int8_t* codes(int64_t row) const { return reinterpret_cast<const int8_t*>(record(row)); }
+    const float* scales(int64_t row) const { return reinterpret_cast<const float*>(record(row) + codes_bytes); }
     const int32_t* starts(int64_t row) const { return reinterpret_cast<const int32_t*>(scales(row) + groups); }
     const float* sums(int64_t row) const { return scales(row) + 2 * groups; }
+
+    GroupPlace place(int64_t group, int group_size) const {
+        const int64_t scale = codes_bytes + group * 4;
+        return {group * group_size, scale, scale + groups * 4, scale + groups * 8};
+    }
 };
+
+template <typename T>
+inline T number_at(const uint8_t* from) {
+    T number;
+    std::memcpy(&number, from, sizeof number);
+    return number;
+}
 
 template <typename T>
 inline void widen_row(const T* x, int64_t k, float* to) {

@@ -28,19 +28,25 @@ struct HalfLanes {
     }
 };
 
-// Each half of a word is the upper half of a float.
+// Each half of a word is the upper half of a float. The mask is loaded each time: with AVX2 it would take the register
+// that six rows need for their inputs, so sums would be moved to memory and back, which takes a fourth of the time.
 struct Bf16Lanes {
     static constexpr int INPUTS = 2, BYTES = 4;
+
+    static WordVec upper_halves() {
+        static constexpr WordVec MASK = WordVec{} + 0xffff0000u;
+        return *load_again(&MASK);
+    }
 
     template <int INPUT>
     static FloatVec load(const uint8_t* at) {
         const auto words = load_vector<WordVec>(at);
-        return FloatVec(INPUT ? words & 0xffff0000u : words << 16);
+        return FloatVec(INPUT ? words & upper_halves() : words << 16);
     }
 };
 
 // Number of vectors of sums per row, for that many rows: as many as fit into the registers, beside one vector
-// of weights each, an input and the mask. A single row uses each weight vector immediately, so it needs only
+// of weights each and two others. A single row uses each weight vector immediately, so it needs only
 // one.
 constexpr int vectors_with(int rows) {
     int vectors = PANEL / VECTOR_FLOATS;
@@ -50,6 +56,43 @@ constexpr int vectors_with(int rows) {
 
 constexpr int passes_with(int rows) { return PANEL / VECTOR_FLOATS / vectors_with(rows); }
 
+// The steps of VECTORS vectors of outputs, from the first output's on.
+template <typename Lanes, int VECTORS>
+struct WidenedSteps {
+    const uint8_t* first_step;
+    int inputs;
+    bool is_first;
+
+    static constexpr int INPUTS_PER_FETCH = 8, STEP_BYTES = PANEL * Lanes::BYTES;
+
+    // sums += x times the weights, for ROWS rows from these on.
+    template <int ROWS>
+    void multiply(const float* x, int64_t stride, float* sums, WeightPrefetch& prefetch) const {
+        FloatVec acc[ROWS][VECTORS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++)
+                acc[r][v] = is_first ? FloatVec{} : load_vector<FloatVec>(sums + r * PANEL + v * VECTOR_FLOATS);
+        const uint8_t* step = first_step;
+        for (int input = 0; input < inputs; input += Lanes::INPUTS, step += STEP_BYTES) {
+            if (input % INPUTS_PER_FETCH == 0) prefetch.fetch();
+            add<0>(acc, step, x + input, stride);
+            if constexpr (Lanes::INPUTS == 2) add<1>(acc, step, x + input + 1, stride);
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + v * VECTOR_FLOATS, acc[r][v]);
+    }
+
+    // acc += one input of each row times that input of a step.
+    template <int INPUT, int ROWS>
+    static void add(FloatVec (&acc)[ROWS][VECTORS], const uint8_t* step, const float* x, int64_t stride) {
+        FloatVec lanes[VECTORS];
+        for (int v = 0; v < VECTORS; v++)
+            lanes[v] = Lanes::template load<INPUT>(step + v * VECTOR_FLOATS * Lanes::BYTES);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += lanes[v] * x[r * stride];
+    }
+};
+
 template <typename Lanes>
 struct WidenedView {
     const uint8_t* packed;
@@ -57,38 +100,16 @@ struct WidenedView {
     int inputs;
     bool is_first;
 
-    static constexpr int INPUTS_PER_FETCH = 8, ROWS_PER_TILE = 0;
+    static constexpr int ROWS_PER_TILE = 0;
 
     template <int ROWS>
     void multiply(const FloatRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
         constexpr int VECTORS = vectors_with(ROWS);
         const float* x = rows.values + row * rows.stride + first_input;
         for (int first = 0; first < PANEL; first += VECTORS * VECTOR_FLOATS) {
-            FloatVec acc[ROWS][VECTORS];
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++)
-                    acc[r][v] = is_first ? FloatVec{} : load_vector<FloatVec>(
-                        sums + r * PANEL + first + v * VECTOR_FLOATS);
-            for (int input = 0; input < inputs; input += Lanes::INPUTS) {
-                if (input % INPUTS_PER_FETCH == 0) prefetch.fetch();
-                const uint8_t* step = packed + (size_t(input / Lanes::INPUTS) * PANEL + first) * Lanes::BYTES;
-                add<0>(acc, step, x + input, rows.stride);
-                if constexpr (Lanes::INPUTS == 2) add<1>(acc, step, x + input + 1, rows.stride);
-            }
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++)
-                    store(sums + r * PANEL + first + v * VECTOR_FLOATS, acc[r][v]);
+            const WidenedSteps<Lanes, VECTORS> steps{packed + first * Lanes::BYTES, inputs, is_first};
+            steps.template multiply<ROWS>(x, rows.stride, sums + first, prefetch);
         }
-    }
-
-    // acc += one input of each row times that input of a step.
-    template <int INPUT, int ROWS, int VECTORS>
-    static void add(FloatVec (&acc)[ROWS][VECTORS], const uint8_t* step, const float* x, int64_t stride) {
-        FloatVec lanes[VECTORS];
-        for (int v = 0; v < VECTORS; v++)
-            lanes[v] = Lanes::template load<INPUT>(step + v * VECTOR_FLOATS * Lanes::BYTES);
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) acc[r][v] += lanes[v] * x[r * stride];
     }
 };
 
@@ -104,7 +125,7 @@ struct WidenedFormat {
         const int rest = rows % ROWS_PER_PASS;
         return rows / ROWS_PER_PASS * passes_with(ROWS_PER_PASS) + (rest ? passes_with(rest) : 0);
     }
-    int fetches(int inputs) const { return int(divide_up(inputs, WidenedView<FloatLanes>::INPUTS_PER_FETCH)); }
+    int fetches(int inputs) const { return int(divide_up(inputs, WidenedSteps<FloatLanes, 1>::INPUTS_PER_FETCH)); }
 };
 
 template <typename Lanes>

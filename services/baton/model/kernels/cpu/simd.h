@@ -36,6 +36,13 @@ inline Vector load_vector(const Number* from) {
     return vector;
 }
 
+// The same address, unknown to the compiler: what is there is loaded again instead of being kept in a register.
+template <typename T>
+inline const T* load_again(const T* from) {
+    asm("" : "+r"(from));
+    return from;
+}
+
 // One vector of float16 numbers as floats.
 inline FloatVec load_halves(const uint8_t* from) {
 #if defined(__AVX512F__)
