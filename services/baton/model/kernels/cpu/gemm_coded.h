@@ -70,8 +70,8 @@ struct CodedView {
 
     template <int ROWS>
     void multiply(const QuantisedRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
-        slice.offsets ? multiply_groups<ROWS, true>(rows, row, sums, prefetch)
-                      : multiply_groups<ROWS, false>(rows, row, sums, prefetch);
+        if (slice.offsets) return multiply_groups<ROWS, true>(rows, row, sums, prefetch);
+        multiply_groups<ROWS, false>(rows, row, sums, prefetch);
     }
 
     template <int ROWS, bool HAS_OFFSETS>
@@ -137,8 +137,10 @@ struct CodedView {
                 add_products(slice.low + size_t(group * slice.group_size + i) / 4 * PANEL);
             }
             store_sums(dots);
-            slice.offsets ? add_tile<true>(dots, rows, row, at, group, sums)
-                          : add_tile<false>(dots, rows, row, at, group, sums);
+            if (slice.offsets)
+                add_tile<true>(dots, rows, row, at, group, sums);
+            else
+                add_tile<false>(dots, rows, row, at, group, sums);
         }
     }
 
