@@ -25,10 +25,11 @@ struct CodedSlice {
     bool is_first;
 };
 
-// Unpacks 16 inputs of the outputs from `lane` on: four quads of bytes. g++ 12 calls it for 6 bits otherwise, and the
-// quads go through memory.
+// Unpacks 16 inputs of the outputs from `lane` on: four quads of bytes. Always inlined: g++ 12 would call it for 6
+// bits, and pass the quads through memory.
 template <int LAYOUT, bool HAS_TABLE>
-__attribute__((always_inline)) inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&quads)[QUADS]) {
+__attribute__((always_inline))
+inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&quads)[QUADS]) {
     if constexpr (LAYOUT == 8) {
         for (int q = 0; q < QUADS; q++)
             quads[q] = load_vector<CodeVec>(slice.low + size_t(unit * QUADS + q) * PANEL + lane);
@@ -55,7 +56,7 @@ __attribute__((always_inline)) inline void load_unit(const CodedSlice& slice, in
 // Number of vectors of integer sums per row, for that many rows: as many as fit into the registers, beside four
 // quads and what a product needs. Found by trial with g++ 12.
 constexpr int code_vectors_with(int rows) {
-    constexpr int OTHERS = NUM_CODE_REGISTERS == 32 ? 13 : 9;
+    constexpr int OTHERS = NUM_CODE_REGISTERS == 32 ? 13 : SIGNED_BYTES ? 9 : 8;
     int vectors = PANEL / LANES;
     while (vectors > 1 && rows * vectors + OTHERS > NUM_CODE_REGISTERS) vectors /= 2;
     return vectors;

@@ -28,14 +28,14 @@ struct HalfLanes {
     }
 };
 
-// Each half of a word is the upper half of a float. The mask is loaded each time: with AVX2 it would take the register
-// that six rows need for their inputs, so sums would be moved to memory and back, which takes a fourth of the time.
+// Each half of a word is the upper half of a float. With 16 registers the mask is loaded each time: it would take the
+// register that six rows need for their inputs, and g++ 12 would move sums to memory and back.
 struct Bf16Lanes {
     static constexpr int INPUTS = 2, BYTES = 4;
 
     static WordVec upper_halves() {
         static constexpr WordVec MASK = WordVec{} + 0xffff0000u;
-        return *load_again(&MASK);
+        return NUM_REGISTERS > 16 ? MASK : *load_again(&MASK);
     }
 
     template <int INPUT>
@@ -46,7 +46,7 @@ struct Bf16Lanes {
 };
 
 // Number of vectors of sums per row, for that many rows: as many as fit into the registers, beside one vector
-// of weights each and two others. A single row uses each weight vector immediately, so it needs only
+// of weights each, an input and another one. A single row uses each weight vector immediately, so it needs only
 // one.
 constexpr int vectors_with(int rows) {
     int vectors = PANEL / VECTOR_FLOATS;
@@ -56,7 +56,7 @@ constexpr int vectors_with(int rows) {
 
 constexpr int passes_with(int rows) { return PANEL / VECTOR_FLOATS / vectors_with(rows); }
 
-// The steps of VECTORS vectors of outputs, from the first output's on.
+// Part of a slice: VECTORS vectors of outputs. first_step: their first step; steps are STEP_BYTES apart.
 template <typename Lanes, int VECTORS>
 struct WidenedSteps {
     const uint8_t* first_step;
@@ -65,7 +65,7 @@ struct WidenedSteps {
 
     static constexpr int INPUTS_PER_FETCH = 8, STEP_BYTES = PANEL * Lanes::BYTES;
 
-    // sums += x times the weights, for ROWS rows from these on.
+    // sums += ROWS rows of x times the weights. x, sums: of the first row; rows are `stride` and 64 floats apart.
     template <int ROWS>
     void multiply(const float* x, int64_t stride, float* sums, WeightPrefetch& prefetch) const {
         FloatVec acc[ROWS][VECTORS];

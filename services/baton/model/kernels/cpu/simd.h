@@ -39,7 +39,7 @@ inline Vector load_vector(const Number* from) {
 // The same address, unknown to the compiler: what is there is loaded again instead of being kept in a register.
 template <typename T>
 inline const T* load_again(const T* from) {
-    asm("" : "+r"(from));
+    asm volatile("" : "+r"(from));
     return from;
 }
 
