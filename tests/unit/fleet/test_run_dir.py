@@ -45,7 +45,14 @@ def test_processes_of_a_killed_owner_end_within_ten_seconds() -> None:
 def test_close_ends_only_processes_of_the_run() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     run = RunDir()
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()  # its environment is empty for a moment after Popen returned
+    child.stdout.close()
     try:
         assert [process.pid for process in processes_of(run.run_id)] == [child.pid]
         assert run.path.stat().st_mode & 0o077 == 0, "only the owner can read it"
