@@ -16,9 +16,7 @@ namespace baton {
 // breaks the aliasing rules. With -fno-strict-aliasing, g++ 12 no longer vectorises half of the loops of
 // attention_prefill_float.h.
 inline uint32_t load_bf16_pair(const Bf16* from) {
-    uint32_t word;
-    std::memcpy(&word, from, sizeof word);
-    return word;
+    return number_at<uint32_t>(from);
 }
 
 #ifdef BATON_HAS_BF16_DOT

@@ -134,7 +134,7 @@ struct CodedView {
             const GroupPlace at = rows.place(slice.first_input / slice.group_size + group, slice.group_size);
             clear_sums();
             for (int i = 0; i < slice.group_size; i += TILE_INPUTS) {
-                load_x(rows.codes(row) + at.codes + i, rows.record_bytes);
+                load_x(reinterpret_cast<const int8_t*>(rows.record(row) + at.codes + i), rows.record_bytes);
                 add_products(slice.low + size_t(group * slice.group_size + i) / 4 * PANEL);
             }
             store_sums(dots);

@@ -51,23 +51,12 @@ struct QuantisedRows {
     }
 
     const uint8_t* record(int64_t row) const { return records + row * record_bytes; }
-    const int8_t* codes(int64_t row) const { return reinterpret_cast<const int8_t*>(record(row)); }
-    const float* scales(int64_t row) const { return reinterpret_cast<const float*>(record(row) + codes_bytes); }
-    const int32_t* starts(int64_t row) const { return reinterpret_cast<const int32_t*>(scales(row) + groups); }
-    const float* sums(int64_t row) const { return scales(row) + 2 * groups; }
 
     GroupPlace place(int64_t group, int group_size) const {
         const int64_t scale = codes_bytes + group * 4;
         return {group * group_size, scale, scale + groups * 4, scale + groups * 8};
     }
 };
-
-template <typename T>
-inline T number_at(const uint8_t* from) {
-    T number;
-    std::memcpy(&number, from, sizeof number);
-    return number;
-}
 
 template <typename T>
 inline void widen_row(const T* x, int64_t k, float* to) {
@@ -81,10 +70,12 @@ constexpr float MIN_GROUP_MAX = 1e-30f;
 // NaN, so all outputs of the row become NaN.
 template <typename T>
 void quantise_row(const T* x, int64_t row, int group_size, int shift, const QuantisedRows& rows) {
-    auto* codes = const_cast<int8_t*>(rows.codes(row));
-    auto* scales = const_cast<float*>(rows.scales(row));
-    auto* starts = const_cast<int32_t*>(rows.starts(row));
-    auto* sums = const_cast<float*>(rows.sums(row));
+    auto* record = const_cast<uint8_t*>(rows.record(row));
+    const GroupPlace first = rows.place(0, group_size);
+    auto* codes = reinterpret_cast<int8_t*>(record + first.codes);
+    auto* scales = reinterpret_cast<float*>(record + first.scale);
+    auto* starts = reinterpret_cast<int32_t*>(record + first.start);
+    auto* sums = reinterpret_cast<float*>(record + first.sum);
     for (int64_t group = 0; group < rows.groups; group++, x += group_size, codes += group_size) {
         float largest = 0.0f, nan_or_zero = 0.0f;
 #pragma omp simd reduction(max : largest) reduction(+ : nan_or_zero)

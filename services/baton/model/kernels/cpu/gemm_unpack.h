@@ -15,9 +15,7 @@ struct UnpackedLane {
 
     template <typename T>
     T number(const uint8_t* from, int64_t place) const {
-        T value;
-        std::memcpy(&value, from + place * int64_t(sizeof(T)), sizeof value);
-        return value;
+        return number_at<T>(from + place * int64_t(sizeof(T)));
     }
 
     // Byte `byte` of word `word` of this output.

@@ -46,7 +46,7 @@ struct Bf16Lanes {
 };
 
 // Number of vectors of sums per row, for that many rows: as many as fit into the registers, beside one vector
-// of weights each, an input and another one. A single row uses each weight vector immediately, so it needs only
+// of weights each, an input and a temporary. A single row uses each weight vector immediately, so it needs only
 // one.
 constexpr int vectors_with(int rows) {
     int vectors = PANEL / VECTOR_FLOATS;

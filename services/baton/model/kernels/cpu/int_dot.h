@@ -46,9 +46,7 @@ using FactorVec = float __attribute__((vector_size(CODE_VECTOR_BYTES)));
 constexpr int QUADS = 4;  // of a unit of 16 inputs
 
 inline uint32_t load_quad(const int8_t* from) {
-    uint32_t word;
-    std::memcpy(&word, from, sizeof word);
-    return word;
+    return number_at<uint32_t>(from);
 }
 
 // What is subtracted from codes of that many bits before they are multiplied.

@@ -17,6 +17,14 @@ struct Fp16 {
     uint16_t bits;
 };
 
+// Reads a number that may be unaligned, or was written as another type.
+template <typename T>
+inline T number_at(const void* from) {
+    T number;
+    std::memcpy(&number, from, sizeof number);
+    return number;
+}
+
 inline float float_from_bits(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, 4);

@@ -36,10 +36,11 @@ inline Vector load_vector(const Number* from) {
     return vector;
 }
 
-// The same address, unknown to the compiler: what is there is loaded again instead of being kept in a register.
+// The same address, unknown to the compiler: g++ 12 then loads what is there again instead of keeping it in a register
+// over a loop. Not volatile: loads that are next to each other may still be joined.
 template <typename T>
 inline const T* load_again(const T* from) {
-    asm volatile("" : "+r"(from));
+    asm("" : "+r"(from));
     return from;
 }
 
